@@ -110,7 +110,9 @@ def ranks(
     Args:
         fault: of tests/faults/worker.py; it must happen.
     """
-    given = {key: value for key, value in os.environ.items() if key.startswith(("XDG_", "FAULT_"))} | dict(env or {})
+    given = {key: value for key, value in os.environ.items() if key.startswith(("XDG_", "FAULT_", "AWS_"))} | dict(
+        env or {}
+    )
     result = server().run(n, arguments, given, entry, fault, timeout)
     for action in (part.split(":")[0] for part in fault.split(",") if part):
         assert f"FAULT {action} fired" in result.stdout, result.stdout + result.stderr

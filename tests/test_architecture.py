@@ -35,11 +35,10 @@ LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 COMMANDS = {"generate", "evaluate", "report", "plan", "migrate", "which", "status"}
 
 
-def name_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
 EXEMPT = {"torchtitan_lite", *(f"torchtitan_lite.{name}" for name in COMMANDS)}
 CHECKED = {name: path for name, path in MODULES.items() if name not in EXEMPT}
 

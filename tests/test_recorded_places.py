@@ -51,7 +51,7 @@ from torchtitan_lite.tools.evaluation.documents import Texts
 
 GPU, GONE, TENSOR = torch.device("cuda", 1), "Connection closed by peer", torch.tensor
 OF_TRAIN: list[Any] = ["build", "train_step", "sharded_model"]
-LOADED = Stub(notes=["n"], config=Stub(folder="runs/x"))
+LOADED = Stub(notes=["n"], config=Stub(folder="runs/x", url=""))
 NO_MODE = {"check_config": False, "print_config": False, "dry_run": True}
 
 

@@ -16,6 +16,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -42,7 +43,8 @@ _WHY = {  # by what an error says: the cause that the same command would meet ag
     "egion": "set the region of the bucket, such as AWS_DEFAULT_REGION=eu-west-1",
     "Redirect": "set the region of the bucket, such as AWS_DEFAULT_REGION=eu-west-1",
     "FileNotFoundError": "create the bucket first",
-    "PermissionError": "these credentials must be allowed to list, read, write and delete",
+    "PermissionError": "these credentials must be valid, and allowed to list, read, write and delete",
+    "mplement": "the server must refuse to overwrite an object with If-None-Match",
 }
 
 
@@ -73,10 +75,35 @@ class Bucket:
                 "object storage needs a URL such as s3://bucket/prefix, without password or query, which would be "
                 "logged: the protocol's environment variables have them (docs/cluster.md)"
             )
-        options = {"auto_mkdir": True} if parts.scheme == "file" else {}
         with explained(url):
-            fs, root = url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True, **options)
+            fs, root = url_to_fs(
+                self.url,
+                use_listings_cache=False,
+                skip_instance_cache=True,
+                **({"auto_mkdir": True} if parts.scheme == "file" else {}),
+            )
         self.fs: Any = DirFileSystem(root.rstrip("/"), fs, skip_instance_cache=True)
+
+    def now(self) -> datetime:
+        """Return the time by the storage's clock. Creates and removes an object, which needs all rights.
+
+        Raises:
+            UserError: a right is missing, or the storage can't create an object only once.
+        """
+        key = f"probes/{uuid.uuid4().hex}"
+        with explained(self.url):
+            self.create(key, b"can this be created, read and removed?")
+            moment: datetime = self.fs.modified(key)
+            if self.create(key, b"can this be overwritten?"):
+                raise NotImplementedError("an object was overwritten")
+            self.fs.rm_file(key)
+        return moment
+
+    def create(self, key: str, content: bytes) -> bool:
+        """Write an object unless there is one. Returns whether it now has this content."""
+        with contextlib.suppress(FileExistsError):
+            self.fs.pipe_file(key, content, mode="create")
+        return bool(self.fs.cat_file(key) == content)
 
     def contents(self, keys: Iterable[str]) -> dict[str, bytes]:
         """Return the content of objects by key, without those that retention has deleted meanwhile."""
@@ -132,8 +159,8 @@ class Bucket:
             ConfigError: the folder has a different run, which was never in a bucket.
         """
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder.with_name(f".{folder.name}.lock"))  # the other processes of this machine wait
-        with lock, explained(self.url):
+        # the other processes of this machine wait
+        with FileLock(folder.with_name(f".{folder.name}.lock")), explained(self.url):
             found: Mapping[str, Any] = self.fs.find("", detail=True)
             manifests = self.contents(filter(STEP.fullmatch, found))
             source = max((m[0] for m in map(CLAIM.match, found) if m and f"{m[0]}{HISTORY}" in found), default="")

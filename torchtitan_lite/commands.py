@@ -55,6 +55,5 @@ def run(
         main: is called with the options, and returns the exit code.
         how: further arguments of `parse`.
     """
-    arguments = parse(f"python -m torchtitan_lite.{name}", argv, options, **how)
     prepare_streams()
-    return run_cli(name.split(".")[-1], lambda: main(arguments))
+    return run_cli(name.split(".")[-1], lambda: main(parse(f"python -m torchtitan_lite.{name}", argv, options, **how)))

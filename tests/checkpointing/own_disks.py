@@ -4,9 +4,11 @@ import functools
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import train
+from tests.helpers import until
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,7 +29,9 @@ def die_at_write(number: int) -> None:
 
         def write(*args: Any, honest: Any, **kwargs: Any) -> None:
             nonlocal left
-            left -= any(str(key).startswith("checkpoints/") for key in args)
+            if any(str(key).startswith("checkpoints/") for key in args):
+                until(lambda: [*Path(os.environ["DISKS"]).glob(os.environ["WAITS_FOR"])], "a file on the disks")
+                left -= 1
             if left == 0:
                 print("DIES", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)

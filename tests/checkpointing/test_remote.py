@@ -1,6 +1,7 @@
 """A run in a bucket (`run.remote`), on machines without a shared disk, against an S3 server."""
 
 import hashlib
+import json
 import logging
 import os
 import random
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
+import boto3
 import pytest
 import tomli
 
@@ -50,20 +52,26 @@ def s3() -> Iterator[None]:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
-    about = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.get_host_and_port()[1]}", "AWS_DEFAULT_REGION": "us-east-1"}
-    about |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_EC2_METADATA_DISABLED": "true"}
-    with pytest.MonkeyPatch.context() as patched:
-        for name, value in about.items():
-            patched.setenv(name, value)
+    about = {
+        **{"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.get_host_and_port()[1]}", "AWS_DEFAULT_REGION": "us-east-1"},
+        **{"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_EC2_METADATA_DISABLED": "true"},
+    }
+    with mock.patch.dict(os.environ, about):
         Bucket("s3://runs").fs.fs.mkdir("runs")
         yield
     server.stop()
 
 
-def machines(n: int, disks: Path, *options: str, fault: str = "", dies: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run train.py on machines whose disks are in a folder. `dies`: in its nth write of a checkpoint to the bucket."""
-    env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    env |= {"DISKS": str(disks), "DIES": str(dies)}
+def machines(
+    n: int, disks: Path, *options: str, fault: str = "", dies: int = 0, waits_for: str = "0"
+) -> subprocess.CompletedProcess[str]:
+    """Run train.py on machines whose disks are in a folder.
+
+    Args:
+        dies: in its nth write of a checkpoint to the bucket.
+        waits_for: what must be on the disks before each of these writes.
+    """
+    env = {"DISKS": str(disks), "DIES": str(dies), "WAITS_FOR": waits_for}
     return ranks(n, *options, entry="tests.checkpointing.own_disks", env=env, fault=fault)
 
 
@@ -74,10 +82,17 @@ def test_two_torchruns_survive_the_loss_of_a_machine_and_of_both_disks(kind: str
     succeeded(ranks(2, *tiny(text, tmp_path, **values)))
 
     def machine(n: int, port: int) -> subprocess.Popen[str]:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={n}"]
-        launcher += [f"--master-port={port}", f"--rdzv-id={kind}", "train.py", "--run.remote=s3://runs/two"]
-        command = [*launcher, *tiny(text, tmp_path / str(n), **values)]
-        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={n}"),
+                *(f"--master-port={port}", f"--rdzv-id={kind}", "train.py", "--run.remote=s3://runs/two"),
+                *tiny(text, tmp_path / str(n), **values),
+            ],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     for lost in ([1], [0, 1], []):
         port = free_port()
@@ -96,8 +111,7 @@ def test_two_torchruns_survive_the_loss_of_a_machine_and_of_both_disks(kind: str
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_a_run_survives_the_loss_of_one_disk_and_of_all(kind: str, text: Path, tmp_path: Path) -> None:
     values = {"checkpoint__state_dict": kind, "checkpoint__every": 2, "run__name": kind, "eval__every": 3}
-    reference = tiny(text, tmp_path, **values, train__steps=9)
-    succeeded(ranks(2, *reference))
+    succeeded(ranks(2, *tiny(text, tmp_path, **values, train__steps=9)))
     here = [*tiny(text, tmp_path, **values, train__steps=9), "--run.remote=s3://runs/lost"]
     disks = tmp_path / "disks"
     assert "DIES" in machines(2, disks, *here, dies=1).stdout  # with the first checkpoint on the disks only
@@ -119,11 +133,19 @@ def test_a_run_survives_the_loss_of_one_disk_and_of_all(kind: str, text: Path, t
     assert_same_end(copy, tmp_path / kind, 9)
 
 
-def test_the_upload_of_a_last_step_that_was_killed_is_made_up_for(text: Path, tmp_path: Path) -> None:
-    sharded = tiny(text, tmp_path, train__steps=3, checkpoint__state_dict="sharded")
-    here = [*sharded, "--run.remote=s3://runs/last"]
-    assert "DIES" in machines(2, tmp_path, *here, dies=1).stdout
-    assert "bucket  step 3 is in s3://runs/last" in succeeded(machines(2, tmp_path, *here))
+def test_a_signal_saves_to_the_disks_first_and_steps_of_outdated_disks_do_not_count(text: Path, tmp_path: Path) -> None:
+    values = {"run__name": "run", "train__steps": 12, "checkpoint__every": 4, "checkpoint__keep_latest": 1}
+    here = tiny(text, tmp_path, **values, checkpoint__state_dict="sharded", run__remote="s3://runs/late")
+    disks, stopped_at = tmp_path / "disks", "0/run/checkpoints/step-0000000[78]"
+    # step 4 is uploaded once that one is on the disk, whose upload dies
+    assert "DIES" in machines(2, disks, *here, fault="term:0:7", dies=5, waits_for=stopped_at).stdout
+    disks.rename(tmp_path / "outdated")
+    assert "resumed after step 4\n" in succeeded(machines(2, disks, *here, "--run.max_minutes=0.0001"))
+    shutil.rmtree(disks)
+    (tmp_path / "outdated").rename(disks)
+    assert re.search(r"resumed after step [56]\n(.|\n)*DIES", machines(2, disks, *here, dies=5).stdout)
+    # the upload of a complete run that was killed is made up for
+    assert "bucket  step 12 is in s3://runs/late" in succeeded(machines(2, disks, *here))
 
 
 def test_a_damaged_object_is_found_before_loading_and_the_step_before_is_used(text: Path, tmp_path: Path) -> None:
@@ -143,9 +165,9 @@ def test_a_damaged_object_is_found_before_loading_and_the_step_before_is_used(te
     assert [key for key in (flipped, short, lost) if f"{url}/{key}" not in said] == []
     # the damaged steps are replaced, and other commands read the run at its URL
     assert succeeded(python("verify", url, script="checkpoint.py")).count("complete ") == 6
-    status = succeeded(python(url, script="-m torchtitan_lite.status"))
-    assert f"run     {url}: complete" in status
-    assert "bucket  step 6, " in status
+    assert re.match(
+        f"run     {url}: complete\n(.*\n)*bucket  step 6, ", succeeded(python(url, script="-m torchtitan_lite.status"))
+    )
     for script, *words in (
         ("checkpoint.py", "inspect", url),
         ("checkpoint.py", "export", url, str(tmp_path / "exported")),
@@ -153,26 +175,32 @@ def test_a_damaged_object_is_found_before_loading_and_the_step_before_is_used(te
         ("-m torchtitan_lite.which", url, "--step=2"),
     ):
         succeeded(python(*words, script=script))
-    env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    fork = [*tiny(text, tmp_path, run__name="fork", train__steps=8), f"--checkpoint.resume={url}"]
-    assert "after its step 6" in succeeded(ranks(2, *fork, env=env))
-    new = [*tiny(text, tmp_path, run__name="new", train__steps=3), f"--model.init_from={url}/checkpoints/step-00000005"]
-    assert "starts from the weights of s3:" in succeeded(ranks(1, *new, env=env))
+        refused(python(*(word.replace(url, f"{url}x") for word in words), script=script), "no run, complete checkpoint")
+    assert "after its step 6" in succeeded(
+        ranks(2, *tiny(text, tmp_path, run__name="fork", train__steps=8), f"--checkpoint.resume={url}")
+    )
+    assert "starts from the weights of s3:" in succeeded(
+        ranks(1, *tiny(text, tmp_path, run__name="new"), f"--model.init_from={url}/checkpoints/step-00000005")
+    )
     # prepared data at a URL is fetched once
-    words = [str(text), "--out", str(tmp_path / "data"), "--train-tokenizer", "400"]
-    succeeded(python(*words, script="-m torchtitan_lite.data.prepare"))
+    succeeded(
+        python(
+            *(str(text), "--out", str(tmp_path / "data"), "--train-tokenizer", "400"),
+            script="-m torchtitan_lite.data.prepare",
+        )
+    )
     fs.fs.put(str(tmp_path / "data"), "runs/data", recursive=True)
     own = tiny("s3://runs/data", tmp_path, run__name="own", train__steps=3)
-    assert "fetching s3://runs/data" in (first := ranks(1, *own, env=env)).stderr + succeeded(first)
-    assert "fetching" not in ranks(1, *own, "--train.steps=4", env=env).stderr
+    assert "fetching s3://runs/data" in (first := ranks(1, *own)).stderr + succeeded(first)
+    assert "fetching" not in ranks(1, *own, "--train.steps=4").stderr
 
 
 @pytest.mark.parametrize("times", [3, pytest.param(40, marks=pytest.mark.slow)])
 def test_a_torn_upload_is_never_taken_and_loses_no_complete_step(times: int, text: Path, tmp_path: Path) -> None:
     """Whether the machine comes back with its disk or an empty one."""
     rng, url, disks = random.Random(times), f"s3://runs/torn/{times}", tmp_path / "disks"
-    here = [*tiny(text, tmp_path, run__name=str(times), eval__every=0), "--run.remote=s3://runs/torn"]
-    here += ["--checkpoint.every=1", "--train.steps=5000", "--optim.schedule=constant"]
+    values = {"train__steps": 5000, "checkpoint__every": 1, "eval__every": 0, "optim__schedule": "constant"}
+    here = [*tiny(text, tmp_path, **values, run__name=str(times)), "--run.remote=s3://runs/torn"]
     complete = set[str]()
     for _ in range(times):
         died = machines(1, disks, *here, dies=rng.randrange(1, 13))
@@ -211,6 +239,7 @@ def case_claims(process: Process, tmp_path: Path) -> None:
         return by._outcome(wait=True)
 
     first = start("x", "a")
+    first.bucket.fs.pipe_file("probes/left", b"by a start that was killed")
     assert "upload_s" in save(first, 1)
     with (
         mock.patch.object(time, "time", return_value=0.0),
@@ -225,6 +254,10 @@ def case_claims(process: Process, tmp_path: Path) -> None:
         assert "of a later start" in str(save(first, 2)["upload_error"])
         assert "upload_s" in save(first, 3)
     assert "upload_s" in save(second, 3)
+    assert not second.bucket.fs.find("probes")
+    overwrite = mock.patch.object(Bucket, "create", lambda own, key, content: not own.fs.pipe_file(key, content))
+    with overwrite, pytest.raises(ConfigError, match="If-None-Match"):
+        second.bucket.now()
     steps, problems = second.bucket.fetch_run(tmp_path / "read", newest=False)
     assert [bucket.claim_of(text) for text in steps.values()] == [first.claim, second.claim, second.claim]
     assert not problems
@@ -243,8 +276,8 @@ def case_report(process: Process, tmp_path: Path) -> None:
     vars(remote).update(local_rank=lambda: 0, PAUSES_S=())
     by = Remote(Config(run=run), process, "x", lambda *_: None)
     (by.folder / "checkpoints").mkdir(parents=True)
-    made = storage.new_folder(by.folder / "checkpoints", 1)
-    folder = storage.commit(made, TrainState(step=1), "sharded", 2, {}, None, by.claim)
+    folder = storage.new_folder(by.folder / "checkpoints", 1)
+    folder = storage.commit(folder, TrainState(step=1), "sharded", 2, {}, None, by.claim)
     if process.rank == 1:
         by.bucket.fs.put_file = mock.Mock(side_effect=OSError("disk 7"))
     by.upload(folder, 9, lambda steps: {*steps})
@@ -291,10 +324,29 @@ def test_a_bucket_that_can_not_be_used_is_a_message(url: str, said: str, text: P
     assert "hunter2" not in error
 
 
+def test_a_key_that_may_not_write_is_refused_before_training(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    iam, may = boto3.client("iam"), {"Effect": "Allow", "Action": ["s3:Get*", "s3:List*"], "Resource": "*"}
+    iam.create_user(UserName="reader")
+    iam.put_user_policy(
+        UserName="reader", PolicyName="reads", PolicyDocument=json.dumps({"Version": "2012-10-17", "Statement": may})
+    )
+    key = iam.create_access_key(UserName="reader")["AccessKey"]
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", key["AccessKeyId"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key["SecretAccessKey"])
+    monkeypatch.setattr("moto.settings.INITIAL_NO_AUTH_ACTION_COUNT", 0)
+    for mode in ([], ["--dry-run"], ["--check-config"]):
+        refused(
+            machines(1, tmp_path / "disks", *tiny(text, tmp_path, run__remote="s3://runs/read"), *mode),
+            "allowed to list, read, write and delete",
+        )
+
+
 @pytest.mark.parametrize(
     ("error", "said", "code"),
     [
-        (PermissionError("Access Denied"), "allowed to list, read, write and delete", 2),
+        (OSError(38, "implies functionality that is not implemented"), "If-None-Match", 2),
         (OSError(22, "the region 'us-east-1' is wrong; expecting 'eu-west-1'"), "AWS_DEFAULT_REGION", 2),
         (type("NoCredentialsError", (Exception,), {})("Unable to locate credentials"), "AWS_ACCESS_KEY_ID", 2),
         (ConnectionError("reset"), "ConnectionError: reset", 1),
@@ -334,11 +386,12 @@ DOCKERFILE = [line.split(" ", 1) for line in (ROOT / "scripts/Dockerfile").read_
 def test_the_dockerfile_sets_up_this_repository_as_setup_sh_does() -> None:
     assert [word for word, _ in DOCKERFILE] == ["ARG", "FROM", "RUN", "WORKDIR", "COPY", "USER", "ENV", "RUN"]
     said = dict(DOCKERFILE)
-    folder = said["WORKDIR"]
     venv, extras = shlex.split(said["RUN"].removeprefix("sh scripts/setup.sh "))
-    assert f"PATH={folder}/{venv}/bin:$PATH" in said["ENV"].split()
-    known = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(extras.strip("[]").split(",")) <= known.keys()
+    assert f"PATH={said['WORKDIR']}/{venv}/bin:$PATH" in said["ENV"].split()
+    assert (
+        set(extras.strip("[]").split(","))
+        <= tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
+    )
     assert not said["USER"].startswith(("0", "root"))
 
 
@@ -353,5 +406,6 @@ def test_what_the_dockerfile_runs_works_in_an_empty_environment(tmp_path: Path) 
         (image / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, image / name)
     subprocess.run(["sh", "-ec", last], cwd=image, env=env, check=True)
-    checks = ["python", "train.py", "--check-config", "--run.remote=memory://bucket"]
-    assert "is fine" in subprocess.check_output(checks, cwd=image, env=env, text=True)
+    assert "is fine" in subprocess.check_output(
+        ["python", "train.py", "--check-config", "--run.remote=memory://bucket"], cwd=image, env=env, text=True
+    )

@@ -25,12 +25,8 @@ from torchtitan_lite.errors import DataError
 TEXTS = [f'document {i}: "quoted", two\nlines, h\u00e4\u00df \u4e2d \U0001f600\n' for i in range(400)]
 
 
-def as_jsonl(texts: list[str]) -> bytes:
-    return "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)).encode()
-
-
 def write(path: Path, texts: list[str]) -> Path:
-    path.write_bytes(as_jsonl(texts))
+    path.write_text("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)))
     return path
 
 

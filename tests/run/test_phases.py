@@ -82,11 +82,6 @@ def walk(config: Config, data: DataSet, state: TrainState, last: int, world_size
     return state, read
 
 
-def after_resume(state: TrainState, config: Config) -> TrainState:
-    """The state that a start of this config reads from a checkpoint of that state."""
-    return TrainState(**json.loads(json.dumps(asdict(state)))).continued_by(TrainState(config=flatten(config)))
-
-
 @pytest.mark.parametrize("seed", range(64))
 def test_sources_continue_where_they_were(seed: int, folders: dict[str, str]) -> None:
     """Of random mixtures, phases, forks, world sizes and stops: no sample of an epoch is repeated or left out."""
@@ -100,7 +95,10 @@ def test_sources_continue_where_they_were(seed: int, folders: dict[str, str]) ->
         for config, end in ((runs[0], fork), (runs[1], 2 * steps)):
             data = prepare_all(config.data, config.tokenizer, print, later=config.train.later_sources)
             for stop in [*(stop for stop in stopped_at if state.step < stop < end), end]:
-                state, read = walk(config, data, after_resume(state, config), stop, rng.randint(1, 4))
+                resumed = TrainState(**json.loads(json.dumps(asdict(state)))).continued_by(
+                    TrainState(config=flatten(config))
+                )
+                state, read = walk(config, data, resumed, stop, rng.randint(1, 4))
                 all_read += read
         found.append((replace(state, config={}), all_read))
     assert found[0] == found[1], "stopped and straight"

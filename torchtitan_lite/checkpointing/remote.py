@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent import futures
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -76,28 +76,16 @@ class Remote:
         self._step, self._n_bytes, self._putting = 0, 0, False  # of the upload; whether this machine's part goes on
         self._rate = 0.0  # bytes per second of the last upload
         self._steps: dict[str, str] = {}  # the bucket's complete steps, and their claims
+        self._probes = set[str]()  # at the last upload
         self._everywhere = set[str]()  # the hashes of the manifests that all machines have
-        probed = on_all(lambda: self.leads and str(self._now()), process.untimed)
-        self._leaders = [rank for rank, moment in enumerate(probed) if moment]
+        self._leaders = [
+            rank
+            for rank, leads in enumerate(on_all(lambda: self.leads and bool(self.bucket.now()), process.untimed))
+            if leads
+        ]
         self.claim: str = on_rank0(self._take_claim, process.untimed)
 
     # --- claims -------------------------------------------------------------------------------------------------
-
-    def _now(self) -> datetime:
-        """Return the time by the storage's clock. Creates, reads and removes an object, which needs all rights."""
-        key = f"probes/{uuid.uuid4().hex}"
-        with explained(self.bucket.url):
-            self.bucket.fs.pipe_file(key, b"can this be written, read and removed?")
-            self.bucket.fs.cat_file(key)
-            moment: datetime = self.bucket.fs.modified(key)
-            self.bucket.fs.rm_file(key)
-        return moment
-
-    def _create(self, key: str, content: bytes) -> bool:
-        """Write an object unless there is one. Returns whether it now has this content."""
-        with contextlib.suppress(FileExistsError):
-            self.bucket.fs.pipe_file(key, content, mode="create")
-        return bool(self.bucket.fs.cat_file(key) == content)
 
     def _newest_claim(self) -> tuple[str, dict[str, Any]]:
         key = max(self.bucket.fs.find("claims"), default="")
@@ -109,9 +97,8 @@ class Remote:
             while not taken:
                 key, about = self._newest_claim()
                 self._require_free(key, about)
-                number = f"{int(key[-8:] or 0) + 1:08d}"
-                self.claim = f"{number}-{self._about['id']}"
-                taken = self._create(f"claims/{number}", self._content())
+                self.claim = f"{int(key[-8:] or 0) + 1:08d}-{self._about['id']}"
+                taken = self.bucket.create(f"claims/{self.claim[:8]}", self._content())
         threading.Thread(target=self._renew, name="claim", daemon=True).start()
         return self.claim
 
@@ -121,7 +108,7 @@ class Remote:
         if about.get("ended") or here or about.get("job") == self._about["job"] != "none":
             return
         seen = self.bucket.fs.modified(key)
-        if (self._now() - seen).total_seconds() < STALE_S:  # the machines' own clocks may differ
+        if (self.bucket.now() - seen).total_seconds() < STALE_S:  # the machines' own clocks may differ
             raise BusyError(
                 f"{self.bucket.url} is being used by {about.get('by')}, last seen at {seen:%H:%M:%S %Z}; "
                 "wait for it (after a kill: five minutes), or choose another --run.name=NAME"
@@ -169,11 +156,12 @@ class Remote:
         Args:
             n_bytes: of all machines' files, for the log.
         """
-        self._step, self._n_bytes, self._putting = _number(folder.name), n_bytes, True
+        self._step, self._n_bytes = _number(folder.name), n_bytes
         self._upload = self._pool.submit(self._upload_and_commit, folder, keep)
 
     def _upload_and_commit(self, folder: Path, keep: Keep) -> float:
         began, report, error = time.perf_counter(), f"torchtitan_lite/{self.claim}/{folder.name}/{{}}", ""
+        self._putting = True
         try:
             manifest = storage.read_manifest(folder)
             for name in (name for name in manifest.files if (folder / name).is_file()):
@@ -190,12 +178,12 @@ class Remote:
             self.require_newest()
             if not self._retried(self._commit, folder):
                 raise SaveError(f"{self.bucket.url} has this step of a later start of the run")
-            self._steps[folder.name] = manifest.claim
             self._rate = self._n_bytes / (time.perf_counter() - began)
             with contextlib.suppress(Exception):  # the next upload does both
                 self.upload_small_files()
                 self.require_newest()  # a start that did not see this step may need older ones
                 self._delete_old(keep)
+            self._steps[folder.name] = manifest.claim
         return time.perf_counter() - began
 
     def _retried(self, action: Callable[..., Any], *args: Any) -> Any:
@@ -209,9 +197,9 @@ class Remote:
     def _commit(self, folder: Path) -> bool:
         """Create the manifest. One of an earlier claim is damaged, or of a run that was displaced: replace it."""
         key, text = f"checkpoints/{folder.name}/{MANIFEST}", (folder / MANIFEST).read_bytes()
-        if not self._create(key, text) and claim_of(self.bucket.fs.cat_file(key)) < self.claim:
+        if not self.bucket.create(key, text) and claim_of(self.bucket.fs.cat_file(key)) < self.claim:
             self.bucket.fs.rm_file(key)
-        return self._create(key, text)
+        return self.bucket.create(key, text)
 
     def upload_small_files(self) -> None:
         """Upload config, metrics, log and the like, on rank 0. The attempts are last: they tell that all are there."""
@@ -228,7 +216,8 @@ class Remote:
         for key in steps.values():
             fs.rm_file(key)
         named = {f"{self.claim}/", *(f"{key.rpartition('/')[0]}/{claim_of(fs.cat_file(key))}/" for key in kept)}
-        gone = tuple(key.removesuffix(MANIFEST) for key in steps.values())
+        gone = (*self._probes, *(key.removesuffix(MANIFEST) for key in steps.values()))
+        self._probes = {key for key in found if key.startswith("probes/")}  # if still there next time: of a kill
         for key, claimed in zip(found, map(CLAIM.match, found), strict=True):
             unnamed = claimed and claimed[0] not in named and claimed[1] <= self.claim[:8]
             if unnamed or key.startswith(gone):
@@ -241,7 +230,7 @@ class Remote:
             log: run.metrics.Log.
         """
         began = time.perf_counter()
-        if wait and self._upload and not self._upload.done():
+        if wait and self.uploading():
             log.info(self._waiting_line())
         done = on_all(lambda: self._outcome(wait=True), self._process.untimed)[0] if wait else self._outcome()
         if not done:
@@ -252,9 +241,15 @@ class Remote:
             return f"step {done['step']} is not in the bucket: {error}" if wait else ""
         waited_s = time.perf_counter() - began
         paused = f", training paused for {waited_s:.1f} s" if waited_s > 0.1 else ""
-        about = f"{done['upload_bytes'] / 2**20:.1f} MiB, {done['upload_s']:.1f} s{paused}"
-        log.info(f"bucket  step {done['step']} is in {self.bucket.url}  ({about})")
+        log.info(
+            f"bucket  step {done['step']} is in {self.bucket.url}  "
+            f"({done['upload_bytes'] / 2**20:.1f} MiB, {done['upload_s']:.1f} s{paused})"
+        )
         return ""
+
+    def uploading(self) -> bool:
+        """Return whether an upload goes on, which reads its step's files."""
+        return bool(self._upload and not self._upload.done())
 
     def _waiting_line(self) -> str:
         """Describe the upload that is going on, on rank 0."""
@@ -290,10 +285,11 @@ class Remote:
             for left in self.folder.glob("checkpoints/*/.*.part") if self.leads else ():  # of a fetch that was killed
                 left.unlink()
             steps, problems = self.bucket.fetch_run(self.folder) if self.leads else ({}, [])
-            here = [
-                parsed(file.read_bytes()).get("sha256", "") for file in self.folder.glob(f"checkpoints/*/{MANIFEST}")
-            ]
-            return {name: claim_of(text) for name, text in steps.items()}, problems, here
+            return (
+                {name: claim_of(text) for name, text in steps.items()},
+                problems,
+                [parsed(file.read_bytes()).get("sha256", "") for file in self.folder.glob(f"checkpoints/*/{MANIFEST}")],
+            )
 
         fetched = on_all(fetch, self._process.untimed)
         self._steps, problems, _ = fetched[0]
@@ -314,9 +310,8 @@ class Remote:
     def counts(self, folder: Path) -> bool:
         """Return whether a step is of the run's history, not repeated by a later attempt, and not lost with a disk."""
         about = parsed((folder / MANIFEST).read_bytes())
-        claim = self._saved_under(self.folder, _number(folder.name))
         here = about.get("state_dict") == "full" or about.get("sha256") in self._everywhere
-        return here and claim in (None, about.get("claim", ""))
+        return here and self._saved_under(self.folder, _number(folder.name)) in (None, about.get("claim", ""))
 
 
 def _number(step: str) -> int:

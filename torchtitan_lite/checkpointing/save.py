@@ -350,7 +350,7 @@ class Checkpointer:
 
     def _delete_old(self, step: int) -> str:
         """Apply retention on rank 0, or each machine's disk. Returns the error, which does not fail the save."""
-        if not self._leads:
+        if not self._leads or (self.remote and self.remote.uploading()):  # until a signal, saves wait for uploads
             return ""
         try:
             steps = storage.find_steps(self.folder)

@@ -50,7 +50,7 @@ def start_lines(s: Session) -> str:
         batch_line(config, layout, process.world_size),
         *data_lines(config, s.data, s.samples, phases.planned(config, s.data, state)),
         f"fsdp    {fsdp_line(config)}",
-        f"run     {config.folder}  {_origin(s.resumed, s.checkpointer)}",
+        f"run     {config.folder}{config.url and f' and {config.url}'}  {_origin(s.resumed, s.checkpointer)}",
     ]
     if process.device.type == "cuda":
         from torchtitan_lite.run import mfu

@@ -23,8 +23,8 @@ def save(s: Session) -> None:
     state, ends = s.state, s.preemption.agreed or s.state.step == s.config.train.steps
     require_finite(s.model, state.step)
     require_equal_replicas(s.model, s.optimizer, state.step)
-    report_save(s.checkpointer, s.log, wait=True, ends=ends)
-    if remote := s.checkpointer.remote:
+    report_save(s.checkpointer, s.log, wait=True)
+    if (remote := s.checkpointer.remote) and not s.preemption.agreed:  # after a signal, the disk comes first
         remote.report(s.log, wait=True)
         on_rank0(remote.require_newest, s.process.untimed)
     state = replace(state, grad_scaler=s.scaler.state_dict(), loss_since=s.meter.loss_since.tolist())

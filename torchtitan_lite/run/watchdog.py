@@ -41,7 +41,8 @@ from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.distributed.lost import KILLED, explaining_lost_ranks
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.environment import local_rank
-from torchtitan_lite.errors import ConfigError, StuckError, report, within
+from torchtitan_lite.errors import StuckError, report, within
+from torchtitan_lite.files import naming
 
 _AT, _BEAT, _END = "torchtitan_lite/at/{}", "torchtitan_lite/beat/{}", "torchtitan_lite/end"
 _LEFT = b"--- the end of this process ends no other one\n"
@@ -113,14 +114,12 @@ class Watchdog:
         self.on_abort: Callable[[str], Any] = lambda _: None  # called with the reason before the process ends
         self._world, self._store, self._at = process, process.store, Place()
         self._path = folder / "stacks" / f"rank-{process.rank}.txt"
-        try:
+        with naming(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("ab", buffering=0)
             # stacks of earlier attempts stay, because error messages refer to this file
             self._is_new = not self._path.stat().st_size
             self._file.write(f"--- attempt of {time.strftime('%F %T')}, process {os.getpid()}\n".encode())
-        except OSError as error:
-            raise ConfigError(f"{self._path} can't be written: {error.strerror or error}") from None
         try:  # until `close`, or the end of the process
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # no locks here, or a process of the last attempt still holds it: its end is not this one's

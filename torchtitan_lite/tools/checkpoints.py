@@ -174,8 +174,7 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, options in COMMANDS.items():
         add_options(commands.add_parser(name), options)
-    arguments = parser.parse_args(argv)
-    return run_cli("checkpoint.py", lambda: _run(arguments))
+    return run_cli("checkpoint.py", lambda: _run(parser.parse_args(argv)))
 
 
 def _run(arguments: argparse.Namespace) -> int:

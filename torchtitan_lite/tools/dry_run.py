@@ -114,8 +114,7 @@ def check_machines(folder: Path, s: Session, *, shared: bool = True) -> str:
     if wrong := ", ".join(f"{host} by {s:+.1f} s" for host, s in off.items() if abs(s) > CLOCKS_S):
         raise ConfigError(f"clocks differ from that of {hosts[0]}: {wrong}. torchrun would consider machines lost")
     machines = counted(len(set(hosts)), "machine")
-    apart = max(clocks) - min(clocks)
-    return f"ranks   {len(hosts)} on {machines}; clocks within {apart:.2f} s; the disk has room"
+    return f"ranks   {len(hosts)} on {machines}; clocks within {max(clocks) - min(clocks):.2f} s; the disk has room"
 
 
 def speed_lines(process: Process) -> list[str]:

@@ -42,8 +42,12 @@ def run(
     notes = [f"note    {note}" for note in command.loaded.notes]
     if command.modes["check_config"]:
         check(command.loaded)
+    if (url := command.loaded.config.url) and (command.modes["check_config"] or command.modes["dry_run"]):
+        from torchtitan_lite.bucket import Bucket
+
+        Bucket(url).now()
     if command.modes["print_config"] or command.modes["check_config"]:
-        notes.append(f"the configuration is fine; its run is in {command.loaded.config.folder}")
+        notes.append(f"the configuration is fine; its run is in {command.loaded.config.folder}{url and f' and {url}'}")
         if local_rank() == 0:
             print(to_toml_with_origins(command.loaded) if command.modes["print_config"] else "\n".join(notes))
         return

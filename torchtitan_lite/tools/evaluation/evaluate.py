@@ -248,9 +248,9 @@ def tasks_of(opened: Opened, args: argparse.Namespace, window: int, process: Pro
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit without Python's teardown, which gloo's threads may abort."""
-    options = options_of(argv)
 
     def run() -> int:
+        options = options_of(argv)
         device_of(options.device)  # raises if there is no such device, before the process group starts
         with process_group(RunConfig(device=options.device)) as process:
             evaluate(options, process)
