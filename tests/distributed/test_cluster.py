@@ -24,7 +24,6 @@ from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.errors import EXIT_WOULD_REPEAT, UserError
 from torchtitan_lite.run import attempts
 
-LAZY = "TORCH_GLOO_LAZY_INIT"
 DOC = (ROOT / "docs/cluster.md").read_text()
 
 
@@ -33,7 +32,7 @@ def test_ranks_that_connect_lazily_train_save_and_resume_as_others_do(text: Path
     saves = {"checkpoint__async_save": True, "checkpoint__state_dict": "sharded"}
     for name, lazy, steps, keys in (("at-once", "0", 3, {}), ("lazy", "1", 2, saves), ("lazy", "1", 3, saves)):
         given = tiny(text, tmp_path, run__name=name, **(more | keys | {"train__steps": steps}))
-        said = succeeded(ranks(3, *given, "--optim.schedule=constant", env={LAZY: lazy}))
+        said = succeeded(ranks(3, *given, "--optim.schedule=constant", env={"TORCH_GLOO_LAZY_INIT": lazy}))
     assert "resumed after step 2" in said
     assert losses(tmp_path / "lazy") == losses(tmp_path / "at-once")
 

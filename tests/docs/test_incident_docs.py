@@ -15,7 +15,6 @@ from torchtitan_lite.checkpointing import storage
 
 PAGE = (ROOT / "docs/incidents.md").read_text()
 FIRST = PAGE.split("\n## A lost machine")[0]  # the sections after that have a test each
-LAUNCH = "torchrun --nproc-per-node 2 train.py "
 
 
 @pytest.mark.extended
@@ -137,7 +136,9 @@ def test_a_flipped_bit(text: Path, tmp_path: Path) -> None:
     verify, replay, back = commands(section("A flipped bit"))
     places = {"runs/mine": tmp_path / "mine", "step-00000100": "step-00000004"}
     assert obeyed(verify, places).count("complete") == 4  # it was saved with the wrong bit
-    result = ranks(2, *plain, *shlex.split(replay.replace("120", "6").removeprefix(LAUNCH)))
+    result = ranks(
+        2, *plain, *shlex.split(replay.replace("120", "6").removeprefix("torchrun --nproc-per-node 2 train.py "))
+    )
     assert result.returncode == 1
     assert "step 6 differs: " in result.stderr
     assert "so the parameters had differed before: the update of step 5" in result.stderr

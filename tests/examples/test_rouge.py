@@ -19,7 +19,6 @@ from torchtitan_lite.models.generation import Sampler, beam_search, new_tokens
 from torchtitan_lite.run.session import forward_seed
 from torchtitan_lite.tools import generate, load_model
 
-WIKIHOW = ROOT / "configs/t5_wikihow.toml"
 SHRUNK = {
     **{"model.size": "1M", "model.vocab_size": 0, "tokenizer.vocab_size": 400, "run.threads": 1, "run.device": "cpu"},
     **{"train.micro_batch_size": 3, "train.global_batch_size": 6, "fsdp.param_dtype": "float32", "eval.samples": 5},
@@ -133,7 +132,11 @@ def test_the_wikihow_job_runs_from_its_csv_to_rouge(
 ) -> None:
     file = wikihow(tmp_path / "wikihowAll.csv")
     values = SHRUNK | {"data.path": file, "data.cache_dir": tmp_path / "cache", "run.out_dir": tmp_path}
-    command = ["--config", str(WIKIHOW), *(f"--{key}={value}" for key, value in values.items())]
+    command = [
+        "--config",
+        str(ROOT / "configs/t5_wikihow.toml"),
+        *(f"--{key}={value}" for key, value in values.items()),
+    ]
     said = succeeded(ranks(2, *command))
     run = tmp_path / "t5_wikihow"
     found = re.search(r"3\.\d+ epochs in (\d+) steps", said)

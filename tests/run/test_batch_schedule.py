@@ -8,7 +8,6 @@ import pytest
 
 from tests.helpers import assert_same_end, forget_after, losses, ranks, records, succeeded, tiny
 
-SCHEDULE = "--train.batch_schedule=[[3, 4], [5, 9]]"
 PLAIN: dict[str, Any] = {"train__steps": 8, "checkpoint__every": 4, "eval__every": 0, "optim__schedule": "constant"}
 
 
@@ -22,7 +21,7 @@ def test_samples_stay_in_order_and_a_resume_is_bitwise(text: Path, tmp_path: Pat
         before = str(tmp_path / f"by_hand{steps}")
         by_hand |= losses(Path(before))
     run = tmp_path / "run"
-    command = [*tiny(text, tmp_path, run__name="run", **PLAIN), SCHEDULE]
+    command = [*tiny(text, tmp_path, run__name="run", **PLAIN), "--train.batch_schedule=[[3, 4], [5, 9]]"]
     succeeded(ranks(1, *command))
     assert losses(run) == by_hand
     tokens = [record["tokens"] for record in records(run) if "loss" in record]
