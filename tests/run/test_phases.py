@@ -23,14 +23,14 @@ from torchtitan_lite.run.phases import open_phase
 from torchtitan_lite.tools import which
 from torchtitan_lite.tools.report import report
 
-SIZES = {"web": 90, "code": 60, "long": 40}  # lines of each source
+SIZES = {"web": 90, "code": 60, "long": 40, "long too": 40}  # lines of each source; the last two have the same text
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     where = tmp_path_factory.mktemp("sources")
     for name, n in SIZES.items():
-        rng = random.Random(name)
+        rng = random.Random(name[:4])
         lines = (json.dumps({"text": "".join(rng.choices("abcdefgh ", k=rng.randint(8, 30)))}) for _ in range(n))
         (where / f"{name}.jsonl").write_text("\n".join(lines))
         assert prepare([str(where / f"{name}.jsonl"), "--out", str(where / name), "--tokenizer", "bytes"]) == 0

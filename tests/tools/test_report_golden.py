@@ -36,7 +36,7 @@ def one_run(folder: Path) -> Path:
     tasks = {"task/quiz": 0.5, "task_stderr/quiz": 0.125, "task_chance/quiz": 0.25, "task/word": None, "task_s": 12.0}
     tasks |= {f"task/{n}": n / 8 for n in range(5)}
     records.append({"step": 4, "val_loss": 3.5, **tasks, "spike": {"action": "skip"}})
-    lines = [{"step": n, "prompt": "<p>", "text": f"t{n}", "seconds": 0.5, "reference": "r"} for n in range(1, 14)]
+    lines = [{"step": n, "prompt": "<p>", "text": f"t{n}", "seconds": 0.5, "reference": f"r{n}"} for n in range(1, 14)]
     lines.append({"step": 2, "prompt": "q", "text": "u", "seconds": 0.25})
     samples = "".join(json.dumps(line) + "\n" for line in lines)
     config = "[train]\nsteps = 20 # command line\nepochs = 0 # default\n\n[log]\nevery = 1 # default\n"
