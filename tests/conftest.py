@@ -86,19 +86,15 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 4 steps with checkpoints at 2 and 4, on one rank. Tests only read it, or change a copy."""
-    from tests.helpers import ranks, succeeded, tiny
+    from tests.helpers import run_of
 
-    folder = tmp_path_factory.mktemp("finished")
-    succeeded(ranks(1, *tiny(text, folder, run__name="run", train__steps=4, checkpoint__every=2)))
-    return folder / "run"
+    return run_of(1, text, tmp_path_factory.mktemp("finished"), train__steps=4, checkpoint__every=2)
 
 
 @pytest.fixture(scope="session")
 def sharded(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same sharded on two ranks, with tied embeddings."""
-    from tests.helpers import ranks, succeeded, tiny
+    from tests.helpers import run_of
 
-    folder = tmp_path_factory.mktemp("sharded")
     more = {"checkpoint__state_dict": "sharded", "model__tie_embeddings": True}
-    succeeded(ranks(2, *tiny(text, folder, run__name="run", train__steps=4, checkpoint__every=2, **more)))
-    return folder / "run"
+    return run_of(2, text, tmp_path_factory.mktemp("sharded"), train__steps=4, checkpoint__every=2, **more)
