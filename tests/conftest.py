@@ -1,6 +1,7 @@
 """Shared by all tests: a small text, a cache of its own, and one tiny model."""
 
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forkserver
 from tests.forkserver import ADDRESS, Server
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -26,7 +28,7 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Caches of this test run only; with several workers (-n), one server that forks their ranks."""
+    """Caches of this test run only; with several workers (-n), one server that forks them and their ranks."""
     if hasattr(config, "workerinput"):
         return  # they have the environment of the one that starts them
     caches = tempfile.TemporaryDirectory()
@@ -37,6 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
         server = Server()
         os.environ[ADDRESS] = server.address
         config.add_cleanup(server.close)
+        fork = f"popen//python={shlex.quote(sys.executable)} {shlex.quote(forkserver.__file__)}"
+        config.option.tx = [fork if spec == "popen" else spec for spec in config.option.tx]
 
 
 # those that take longest, which are begun first: whoever is done early then has something short to do
