@@ -75,7 +75,7 @@ class Bucket:
             )
         options = {"auto_mkdir": True} if parts.scheme == "file" else {}
         with explained(url):
-            fs, root = url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True, **options)
+            fs, root = url_to_fs(self.url, use_listings_cache=False, **options)
         self.fs: Any = DirFileSystem(root.rstrip("/"), fs, skip_instance_cache=True)
 
     def contents(self, keys: Iterable[str]) -> dict[str, bytes]:
