@@ -100,5 +100,12 @@ def sharded(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same sharded on two ranks, with tied embeddings."""
     from tests.helpers import run_of
 
-    more = {"checkpoint__state_dict": "sharded", "model__tie_embeddings": True}
-    return run_of(2, text, tmp_path_factory.mktemp("sharded"), train__steps=4, checkpoint__every=2, **more)
+    return run_of(
+        2,
+        text,
+        tmp_path_factory.mktemp("sharded"),
+        train__steps=4,
+        checkpoint__every=2,
+        checkpoint__state_dict="sharded",
+        model__tie_embeddings=True,
+    )

@@ -311,19 +311,15 @@ def test_backups_as_docs_checkpoints_says(finished: Path, text: Path, tmp_path: 
     copy, restore = (block.split("```")[0] for block in page.split("```sh\n")[1:])
     *copies, verify = copy.splitlines()
     assert verify == "python checkpoint.py verify backup"
-
-    def shell(*lines: str) -> None:
-        subprocess.run(["sh", "-ec", "\n".join(lines)], cwd=tmp_path, check=True)
-
     shutil.copytree(finished, tmp_path / "runs/mine")
     (tmp_path / "runs/mine/checkpoints/.tmp-step-00000005-x").mkdir()
-    shell(*copies)
+    subprocess.run(["sh", "-ec", "\n".join(copies)], cwd=tmp_path, check=True)
     words = "verify", str(tmp_path / "backup")
     assert succeeded(python(*words, script="checkpoint.py")).count("complete ") == 2
     (checkpoint(tmp_path / "backup", 2) / "state.json").unlink()  # as retention does to a copy in progress
     assert "state.json" in python(*words, script="checkpoint.py").stdout
     shutil.rmtree(tmp_path / "runs/mine")
-    shell(restore.replace("750", "004"))
+    subprocess.run(["sh", "-ec", restore.replace("750", "004")], cwd=tmp_path, check=True)
     assert [*tmp_path.glob("runs/mine/checkpoints/*")] == [checkpoint(tmp_path / "runs/mine", 4)]
     said = succeeded(ranks(1, *tiny(text, tmp_path / "runs", run__name="mine", train__steps=5)))
     assert "resumed after step 4" in said

@@ -494,10 +494,9 @@ def _refuse(others: Content, fixed: Content) -> None:
 
 def _family_keys(keys: Content) -> Content:
     """Return the keys that our family reads. Raises ValueError if a different key has an unsupported value."""
-    others = unread(keys["family"])
-    read = {key: value for key, value in keys.items() if key not in others}
+    read = {key: value for key, value in keys.items() if key not in unread(keys["family"])}
     fixed = ModelConfig.model_validate(read).resolved()
-    for key in sorted(keys.keys() & others):
+    for key in sorted(keys.keys() - read.keys()):
         if keys[key] != fixed[key]:
             raise ValueError(f"{key} = {keys[key]} is not supported for this model_type; {fixed[key]} is")
     return read
