@@ -45,9 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # those that take longest, which are begun first: whoever is done early then has something short to do
 LONGEST = (
-    *("knobs", "knob_effects", "key_effects", "plan", "faults", "distributed", "spikes", "lm_eval", "resume"),
-    *("fake_cuda", "ways", "evaluate", "replay", "watchdog", "imports", "muon", "average", "readme", "float8"),
-    *("recorded_commands", "recorded_plans", "recorded_runs", "recorded_scores", "hostile_input", "cluster"),
+    *("remote", "recorded_plans", "distributed", "knob_effects", "knobs", "key_effects", "faults", "resume"),
+    *("recorded_commands", "float8", "fake_cuda", "watchdog", "average", "replay", "ways", "evaluate", "spikes"),
+    *("plan", "cluster", "readme", "imports", "lm_eval", "hostile_input"),
 )
 
 
