@@ -205,9 +205,9 @@ def test_checkpointing_beside_prefetching_gathers_no_group_again(build: Build) -
 def test_compiled_blocks_do_not_pass_by_the_hooks_of_fsdp(build: Build) -> None:
     torch._dynamo.reset()
     counters.clear()
-    t = build(compile__enabled=True, compile__backend="eager")
-    assert counted(t, "gather") == per_micro_batch(2, 1)
-    assert counted(t, "reduce") == dict.fromkeys(GROUPS, ACCUMULATION)
+    events = events_of_a_step(build(compile__enabled=True, compile__backend="eager"))
+    assert Counter(event.group for event in events if event.what == "gather") == per_micro_batch(2, 1)
+    assert Counter(event.group for event in events if event.what == "reduce") == dict.fromkeys(GROUPS, ACCUMULATION)
     assert counters["stats"]["unique_graphs"] == 1
 
 
