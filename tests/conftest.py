@@ -1,6 +1,7 @@
 """Shared by all tests: a small text, a cache of its own, and one tiny model."""
 
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forkserver
 from tests.forkserver import ADDRESS, Server
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -27,7 +29,7 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Caches of this test run only; with several workers (-n), one server that forks their ranks."""
+    """Caches of this test run only; with several workers (-n), one server that forks them and their ranks."""
     if hasattr(config, "workerinput"):
         return  # they have the environment of the one that starts them
     # what names a path may have too little room for it: each test run has paths of a length of its own
@@ -42,13 +44,15 @@ def pytest_configure(config: pytest.Config) -> None:
         server = Server()
         os.environ[ADDRESS] = server.address
         config.add_cleanup(server.close)
+        fork = f"popen//python={shlex.quote(sys.executable)} {shlex.quote(forkserver.__file__)}"
+        config.option.tx = [fork if spec == "popen" else spec for spec in config.option.tx]
 
 
 # those that take longest, which are begun first: whoever is done early then has something short to do
 LONGEST = (
-    *("knobs", "knob_effects", "key_effects", "plan", "faults", "distributed", "spikes", "lm_eval", "resume"),
-    *("fake_cuda", "ways", "evaluate", "replay", "watchdog", "imports", "muon", "average", "readme", "float8"),
-    *("recorded_commands", "recorded_plans", "recorded_runs", "recorded_scores", "hostile_input", "cluster"),
+    *("remote", "recorded_plans", "distributed", "knob_effects", "knobs", "key_effects", "faults", "resume"),
+    *("recorded_commands", "float8", "fake_cuda", "watchdog", "average", "replay", "ways", "evaluate", "spikes"),
+    *("plan", "cluster", "readme", "imports", "lm_eval", "hostile_input"),
 )
 
 
@@ -91,19 +95,22 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 4 steps with checkpoints at 2 and 4, on one rank. Tests only read it, or change a copy."""
-    from tests.helpers import ranks, succeeded, tiny
+    from tests.helpers import run_of
 
-    folder = tmp_path_factory.mktemp("finished")
-    succeeded(ranks(1, *tiny(text, folder, run__name="run", train__steps=4, checkpoint__every=2)))
-    return folder / "run"
+    return run_of(1, text, tmp_path_factory.mktemp("finished"), train__steps=4, checkpoint__every=2)
 
 
 @pytest.fixture(scope="session")
 def sharded(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same sharded on two ranks, with tied embeddings."""
-    from tests.helpers import ranks, succeeded, tiny
+    from tests.helpers import run_of
 
-    folder = tmp_path_factory.mktemp("sharded")
-    more = {"checkpoint__state_dict": "sharded", "model__tie_embeddings": True}
-    succeeded(ranks(2, *tiny(text, folder, run__name="run", train__steps=4, checkpoint__every=2, **more)))
-    return folder / "run"
+    return run_of(
+        2,
+        text,
+        tmp_path_factory.mktemp("sharded"),
+        train__steps=4,
+        checkpoint__every=2,
+        checkpoint__state_dict="sharded",
+        model__tie_embeddings=True,
+    )

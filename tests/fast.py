@@ -1,8 +1,8 @@
 """The tests of what has changed, for `make test-fast`: prints files of tests/.
 
 These are changed ones, those of a changed module's room (tests/ mirrors the package), and those that import a changed
-module; of the slowest (`LONGEST` in conftest.py) only that of the module's name. Changes are those of `git status`
-or, without any, those of the newest commit.
+module; of the slowest (`LONGEST` in conftest.py) only that of the module's name, unless there are no others. Changes
+are those of `git status` or, without any, those of the newest commit.
 """
 
 import ast
@@ -41,13 +41,13 @@ def chosen(names: Sequence[str]) -> list[str]:
     rooms = {path.parts[1] for path in paths if len(path.parts) > 2}
     same = {f"test_{path.stem}.py" for path in paths}
     slow = {f"test_{name}.py" for name in LONGEST}
-    found = list[str]()
-    for file in sorted((ROOT / "tests").rglob("test_*.py")):
-        path = file.relative_to(ROOT)
-        touched = path.parts[1] in rooms or modules & imported(file)
-        if str(path) in names or path.name in same or (touched and path.name not in slow):
-            found.append(str(path))
-    return found
+    touched = [
+        path
+        for path in (file.relative_to(ROOT) for file in sorted((ROOT / "tests").rglob("test_*.py")))
+        if str(path) in names or path.name in same or path.parts[1] in rooms or modules & imported(ROOT / path)
+    ]
+    quick = [path for path in touched if str(path) in names or path.name in same or path.name not in slow]
+    return [str(path) for path in quick or touched]
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 Apart from that they are what torchrun starts: the same environment variables, a store on a free port, signals, and an
 end for all as soon as one has failed. One server is enough for all workers of a test run: whoever starts it puts its
 address into os.environ[ADDRESS]. It forks a process for each connection, which reads a request in a line and answers in
-one.
+one. The workers themselves are forked in the same way (`worker`).
 """
 
+import contextlib
 import gc
 import importlib
 import json
@@ -119,7 +120,7 @@ class Ranks:
         """Wait for all; when one fails, or the time is over, end the others as torchrun does."""
         end = time.monotonic() + seconds
         while self.running() and not any(self.codes.values()) and time.monotonic() < end:
-            time.sleep(0.01)
+            time.sleep(0.02)
         left = self.running()
         self.send(signal.SIGTERM)
         # torchrun waits for 30 s; but the ranks after the first sleep for 10 between recording an error and printing it
@@ -184,12 +185,13 @@ class Server:
             return
         # bound here, so that nobody has to wait until it is; a name in Linux's abstract space is no file to delete
         self.address = f"torchtitan-lite-{os.getpid()}-{os.urandom(8).hex()}"
+        env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(ROOT)}
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(f"\0{self.address}")
             listening.listen(128)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.forkserver", str(listening.fileno())],
-                cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+                cwd=ROOT, env=os.environ | env,
                 stdin=subprocess.PIPE, pass_fds=[listening.fileno()], start_new_session=True,
             )  # fmt: skip
 
@@ -218,25 +220,44 @@ class Server:
 
 
 def _serve(connection: socket.socket) -> NoReturn:
-    """Answer one request, in a process of its own."""
-    with connection, connection.makefile("rw") as stream:
-        request: dict[str, Any] = json.loads(stream.readline())
+    """Answer one request, in a process of its own; or become a worker of pytest-xdist, with the streams that come."""
+    first, streams, *_ = socket.recv_fds(connection, 1, 3)
+    if streams:
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+        sys.argv = ["-c"]
+        exec(eval(sys.stdin.readline()), {"__name__": "__main__"})  # what `python -c` of execnet does
+        os._exit(0)
+    with connection, connection.makefile("rw") as lines:
+        request: dict[str, Any] = json.loads(first.decode() + lines.readline())
         files = Path(request["out"]), Path(request["err"])
         more = {name: request[name] for name in ("env", "entry", "fault")}
         ranks = Ranks(request["n"], request["argv"], *files, **more)
         ranks.finish(request["timeout"])
-        stream.write(json.dumps([ranks.codes.get(rank, -9) for rank in range(request["n"])]) + "\n")
-        stream.flush()
+        lines.write(json.dumps([ranks.codes.get(rank, -9) for rank in range(request["n"])]) + "\n")
+        lines.flush()
     os._exit(0)
+
+
+def worker() -> None:
+    """What pytest-xdist starts as a worker: it hands its streams to the server, which has torch, and waits."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(f"\0{os.environ[ADDRESS]}")
+        socket.send_fds(connection, [b" "], [0, 1, 2])
+        connection.recv(1)  # nothing comes: the worker has ended
 
 
 def main() -> None:
     """Serve until the input ends, which is when whoever started this does."""
-    # what is imported now, no run has to import
-    import torch._dynamo  # noqa: F401
+    # what is imported now, no run and no worker has to import
+    for name in ("pytest", "s3fs", "numpy.ma", "torch._dynamo"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
     import torchtitan_lite
+    from torchtitan_lite.config import cli
     from torchtitan_lite.distributed import normal_values
+    from torchtitan_lite.tools.estimate import simulate
 
     for module in pkgutil.walk_packages(torchtitan_lite.__path__, "torchtitan_lite."):
         # not the commands, which python -m would warn of, and not what needs a GPU
@@ -244,9 +265,14 @@ def main() -> None:
             importlib.import_module(module.name)
     importlib.import_module("train")
 
-    normal_values._quantiles()  # 0.1 s of each run
+    # a tenth of each run: what it would compute first, and torch's caches in a step; in a world that no run has
+    normal_values._quantiles()
+    words = ["--model.dim=32", "--model.n_heads=2", "--train.seq_len=32", "--train.global_batch_size=7"]
+    simulate.simulate(cli.parse(words, world_size=7, n_gpus=0).loaded.config, 7, 517, on_gpu=False)
+    gc.collect()
     gc.freeze()
     listening = socket.socket(fileno=int(sys.argv[1]))
+    os.environ[ADDRESS] = listening.getsockname()[1:].decode()
     while sys.stdin not in (ready := select.select([listening, sys.stdin], [], [])[0]):
         assert ready
         connection, _ = listening.accept()
@@ -269,5 +295,18 @@ def _reap() -> bool:
     return True
 
 
+def client(script: str, *arguments: str) -> int:
+    """What `python script arguments` would do."""
+    result = Server(os.environ[ADDRESS]).run(1, arguments, dict(os.environ), script, "", HANGS_S)
+    print(result.stdout, end="")
+    print(result.stderr, end="", file=sys.stderr)
+    return result.returncode
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1].isdecimal():
+        main()
+    elif sys.argv[1] == "-u":  # execnet adds options
+        worker()
+    else:
+        sys.exit(client(*sys.argv[1:]))

@@ -13,11 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tests.forkserver import ADDRESS, Server
 from tests.forkserver import HANGS_S as HANGS_S
 from torchtitan_lite.checkpointing import shards
+from torchtitan_lite.models import Transformer, build
 from torchtitan_lite.run import attempts
 
 ROOT = Path(__file__).parent.parent
@@ -119,6 +121,12 @@ def ranks(
     return result
 
 
+def run_of(n: int, text: Path | str, folder: Path, **more: Any) -> Path:
+    """The run "run" of `tiny` on n ranks, which must succeed."""
+    succeeded(ranks(n, *tiny(text, folder, **{"run__name": "run"} | more)))
+    return folder / "run"
+
+
 def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
     """Call `fn(world, *args, **kwargs)` on each rank of a gloo process group, and return the results by rank.
 
@@ -170,6 +178,18 @@ def losses(run: Path) -> dict[int, tuple[float, float]]:
 
 def checkpoint(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:08d}"
+
+
+def damage(folder: Path) -> None:
+    """Another last byte of a checkpoint's weights."""
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+
+
+def meta_model(*args: Any) -> Transformer:
+    """What `models.build` makes of these, without values."""
+    with torch.device("meta"):
+        return build(*args)
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:

@@ -254,7 +254,6 @@ def spins(running: list[int], n_cores: int | None, env: dict[str, str], torch_is
         return [vars(torchtitan_lite)["_spin_briefly_on_a_busy_machine"](), env]
 
 
-ARGV = ["train.py", "--run.name", "old", "--config", "a b.toml", "--checkpoint.resume=runs/x", "--a.skip=[1]", "--lr=1"]
 MODES = [
     flag
     for flag in cli._parser(True)._option_string_actions

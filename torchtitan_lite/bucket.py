@@ -77,10 +77,7 @@ class Bucket:
             )
         with explained(url):
             fs, root = url_to_fs(
-                self.url,
-                use_listings_cache=False,
-                skip_instance_cache=True,
-                **({"auto_mkdir": True} if parts.scheme == "file" else {}),
+                self.url, use_listings_cache=False, **({"auto_mkdir": True} if parts.scheme == "file" else {})
             )
         self.fs: Any = DirFileSystem(root.rstrip("/"), fs, skip_instance_cache=True)
 

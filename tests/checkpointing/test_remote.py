@@ -117,15 +117,15 @@ def test_a_run_survives_the_loss_of_one_disk_and_of_all(kind: str, text: Path, t
     assert "DIES" in machines(2, disks, *here, dies=1).stdout  # with the first checkpoint on the disks only
     shutil.rmtree(disks / "1")
     said = machines(2, disks, *here, fault="kill:1:7").stdout
-    assert ("resumed after step 2" in said) == (kind == "full"), said
+    assert ("resumed after step 3" in said) == (kind == "full"), said
     shutil.rmtree(disks / "1")
     stopped = succeeded(machines(2, disks, *here, "--run.max_minutes=0.0001"))
-    assert re.search("resumed after step (4|6)" if kind == "sharded" else "resumed after step 6", stopped), stopped
+    assert re.search("resumed after step (3|6)" if kind == "sharded" else "resumed after step 6", stopped), stopped
     shutil.rmtree(disks)
     assert "the configuration is fine" in succeeded(machines(1, disks, *here, "--check-config"))
     assert not disks.exists()
     said = succeeded(machines(2, disks, *here))
-    assert re.search(r"resumed after step [578]\n", said)
+    assert re.search(r"resumed after step [4578]\n", said)
     assert "bucket  step 9 is in s3://runs/lost" in said
     assert bool([*disks.glob("1/*/checkpoints/*/*.safetensors")]) == (kind == "sharded")
     copy = expand(f"s3://runs/lost/{kind}")
@@ -361,19 +361,17 @@ def test_an_error_of_the_protocol_is_a_sentence(error: Exception, said: str, cod
 def test_backups_as_docs_checkpoints_says(finished: Path, text: Path, tmp_path: Path) -> None:
     page = (ROOT / "docs/checkpoints.md").read_text().split("\n## Backups\n")[1].split("\n## ")[0]
     copy, restore = (block.split("```")[0] for block in page.split("```sh\n")[1:])
-
-    def shell(script: str) -> subprocess.CompletedProcess[str]:
-        for before, after in {"python ": f"{sys.executable} ", "checkpoint.py": str(ROOT / "checkpoint.py")}.items():
-            script = script.replace(before, after)
-        return subprocess.run(["sh", "-ec", script], cwd=tmp_path, capture_output=True, text=True)
-
+    *copies, verify = copy.splitlines()
+    assert verify == "python checkpoint.py verify backup"
     shutil.copytree(finished, tmp_path / "runs/mine")
     (tmp_path / "runs/mine/checkpoints/.tmp-step-00000005-x").mkdir()
-    assert succeeded(shell(copy)).count("complete ") == 2
+    subprocess.run(["sh", "-ec", "\n".join(copies)], cwd=tmp_path, check=True)
+    words = "verify", str(tmp_path / "backup")
+    assert succeeded(python(*words, script="checkpoint.py")).count("complete ") == 2
     (checkpoint(tmp_path / "backup", 2) / "state.json").unlink()  # as retention does to a copy in progress
-    assert "state.json" in shell(copy.splitlines()[-1]).stdout
+    assert "state.json" in python(*words, script="checkpoint.py").stdout
     shutil.rmtree(tmp_path / "runs/mine")
-    succeeded(shell(restore.replace("750", "004")))
+    subprocess.run(["sh", "-ec", restore.replace("750", "004")], cwd=tmp_path, check=True)
     assert [*tmp_path.glob("runs/mine/checkpoints/*")] == [checkpoint(tmp_path / "runs/mine", 4)]
     assert "resumed after step 4" in succeeded(
         ranks(1, *tiny(text, tmp_path / "runs", run__name="mine", train__steps=5))

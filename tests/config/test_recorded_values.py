@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import train
 from tests.config.parsing import PAIRS, T5, mistakes, only_built_in, write
-from tests.helpers import ROOT
+from tests.helpers import ROOT, meta_model
 from tests.recorded import assert_recorded
 from torchtitan_lite.config import cli, schema, toml
 from torchtitan_lite.config.derive import derive
 from torchtitan_lite.config.families import FAMILIES
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.config.section import IS_PATH
-from torchtitan_lite.models import build
 from torchtitan_lite.run.mfu import active_parameters, flops_per_token, multiplied_parameters
 
 HERE = Path(__file__).parent
@@ -52,8 +50,7 @@ def model_lines(model: ModelConfig) -> Iterator[str]:
     yield f"resolved: {', '.join(f'{key} {value}' for key, value in resolved.items())}"
     layers = itertools.groupby(zip(model.layer_kinds, model.windows, strict=True))
     yield ", ".join(f"{len([*group])} {kind} {window}" for (kind, window), group in layers)
-    with torch.device("meta"):
-        built = build(model, model.vocab_size or 517)
+    built = meta_model(model, model.vocab_size or 517)
     counts = sum(p.numel() for p in built.parameters()), active_parameters(built), multiplied_parameters(built)
     flops = [flops_per_token(built, *lengths) for lengths in ((96,), (600, 70), (5000, 0))]
     yield f"parameters {counts[0]}, active {counts[1]}, multiplied {counts[2]}, FLOPs {flops}"

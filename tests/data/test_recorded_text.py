@@ -170,7 +170,6 @@ def test_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the command that prepares ----------------------------------------------------------------------------------
 
 LITERAL = jsonl(text=[f"{i} ends </s> or so {word}" for i, word in enumerate(("a", "b", "<|endoftext|>", "d"))])
-PLAIN_LITERAL = LITERAL.replace(b"</s>", b"")
 TEXTS: dict[str, bytes | Mapping[str, list[Any]]] = {
     "a/one.jsonl": jsonl(text=SHORT[:20], body=lines(20, 3, seed=20)),
     "a/two.txt": plain(70, seed=21),
@@ -203,7 +202,6 @@ TEXTS: dict[str, bytes | Mapping[str, list[Any]]] = {
     "empty/a.txt": b"",
     **{f"{name}/{i}.{i}": b"" for name, n in (("many", 11), ("ten", 10)) for i in range(n)},
 }
-OK = ("--tokenizer bytes", "--train-tokenizer 300")
 # what follows `python -m torchtitan_lite.data.prepare`; @ is the folder
 COMMANDS = """
 @/a/one.jsonl --out @/out1 --tokenizer bytes

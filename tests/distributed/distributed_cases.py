@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from checkpoint import WAYS
+from tests.helpers import meta_model
 from tests.models.test_model import make
 from tests.recorded import assert_recorded
 from tests.test_recorded_limits import Stub, patched
@@ -55,7 +56,7 @@ from torchtitan_lite.errors import (
     StuckError,
     UnreadableError,
 )
-from torchtitan_lite.models import LossOptions, Transformer, build
+from torchtitan_lite.models import LossOptions, Transformer
 from torchtitan_lite.models.gpt import GPT
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.optim.grad_scaler import GradScaler
@@ -67,14 +68,14 @@ from torchtitan_lite.scoring.validation import Validation, evaluate
 # 517 and 30 divide unevenly, and of 3 positions one of four ranks gets none
 MODEL = ModelConfig(family="gpt", dim=30, n_heads=2, n_layers=2, max_seq_len=3)
 LLAMA = ModelConfig(
-    family="llama", dim=36, n_heads=6, n_kv_heads=2, hidden_dim=50, n_layers=2, max_seq_len=3, tie_embeddings=True
+    family="llama", dim=36, n_heads=6, n_kv_heads=2, hidden_dim=50, n_layers=1, max_seq_len=3, tie_embeddings=True
 )
 FAMILIES = {
     "gpt": MODEL,
     "gpt, tied": MODEL.model_copy(update={"tie_embeddings": True}),
     "llama, tied": LLAMA,
     "olmo_hybrid": LLAMA.model_copy(
-        update={"family": "olmo_hybrid", "layer_pattern": ["delta", "full"], "tie_embeddings": False}
+        update={"family": "olmo_hybrid", "n_layers": 2, "layer_pattern": ["delta", "full"], "tie_embeddings": False}
     ),
     "llama, qk_norm, qkv_bias": LLAMA.model_copy(update={"tie_embeddings": False, "qk_norm": True, "qkv_bias": True}),
     "llama, induction_head": LLAMA.model_copy(
@@ -112,8 +113,7 @@ def sharded(
     family: ModelConfig = MODEL,
     frozen: Sequence[str] = (),
 ) -> Transformer:
-    with torch.device("meta"):
-        model = build(family, 517)
+    model = meta_model(family, 517)
     freeze(model, frozen)
     apply_fsdp(model, mesh, config or FsdpConfig())
     materialize(model, CPU, seed)
@@ -162,8 +162,7 @@ def case_the_gradient_of_a_parameter_outside_of_all_groups_is_summed_too() -> No
         model.norm.register_forward_pre_hook(lambda _, given: (given[0] + model.shift,))
         return model
 
-    with torch.device("meta"):
-        model = with_shift(build(MODEL, 517))
+    model = with_shift(meta_model(MODEL, 517))
     apply_fsdp(model, make_mesh(MESHES["2 x 2"]), FsdpConfig())
     materialize(model, CPU, 7)
     reference = with_shift(plain())

@@ -16,7 +16,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.order import Indices
 from torchtitan_lite.data.samples import Rows, Samples
 
-STEPS = 3
+STEPS = 2
 VOCABULARY = 517
 # Rows of 50, 36, 12 and 517 divide by neither 4 nor, partly, 2; a batch of 6 sequences is not full on 4 ranks.
 LLAMA = {

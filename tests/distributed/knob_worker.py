@@ -52,12 +52,12 @@ def digest(parameter: torch.Tensor) -> str:
     return hashlib.sha256(whole.detach().cpu().numpy().tobytes()).hexdigest()
 
 
-def measure(t: Session) -> dict[str, Any]:
+def measure(t: Session, steps: int = STEPS) -> dict[str, Any]:
     """Losses and norms of some steps, also by block, names, and the frozen parameters before and after."""
     frozen = {name: p for name, p in t.model.named_parameters() if not p.requires_grad}
     before = {name: digest(p) for name, p in frozen.items()}
     curve = []
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         record = train.train_step(t, step)
         check_previous_step(t)
         curve.append((record.numbers.loss, record.numbers.grad_norm, record.norms_of_blocks()))

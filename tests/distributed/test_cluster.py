@@ -18,8 +18,8 @@ import yaml
 from filelock import FileLock
 
 from tests.faults.machines import ENV, Soak
-from tests.forkserver import free_port
-from tests.helpers import HANGS_S, ROOT, checkpoint, losses, ranks, records, refused, succeeded, tiny
+from tests.forkserver import ADDRESS, free_port
+from tests.helpers import HANGS_S, ROOT, checkpoint, losses, ranks, records, refused, server, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.errors import EXIT_WOULD_REPEAT, UserError
 from torchtitan_lite.run import attempts
@@ -168,8 +168,12 @@ def test_the_slurm_script_puts_a_preempted_job_back_into_the_queue(
     refused(sbatch(slurm, *options, "--train.step=3"), "the nearest known one is train.steps")
 
 
-def test_the_slurm_script_prints_the_fork_as_a_job(slurm: dict[str, str], finished: Path, text: Path) -> None:
+def test_the_slurm_script_prints_the_fork_as_a_job(
+    slurm: dict[str, str], finished: Path, text: Path, tmp_path: Path
+) -> None:
     options = tiny(text, finished.parent, run__name="run", train__steps=4, checkpoint__every=2)
+    write_programs(tmp_path / "bin", python=f'exec {sys.executable} -m tests.forkserver "$@"')
+    slurm |= {"PYTHON": f"{tmp_path}/bin/python", ADDRESS: server().address}
     said = refused(sbatch(slurm | {"SLURM_JOB_NUM_NODES": "2"}, *options, "--optim.lr=0.01", "--optim.name=adamw"))
     words = [word for word in [*options, "--optim.lr=0.01", "--optim.name=adamw"] if word != "--run.name=run"]
     fork = f"--run.name=run-from-4 --checkpoint.resume={checkpoint(finished, 4)}"

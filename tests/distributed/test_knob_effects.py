@@ -21,11 +21,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 import train
+from tests.cpu.shared_memory_cases import all_gather, reduce_scatter
 from tests.distributed.knob_table import CASES, FEW_EXPERTS
 from tests.distributed.knob_worker import muon_as_on_gpu, training
 from tests.distributed.test_recompute_and_compile import Operators
-from tests.helpers import run_distributed
-from torchtitan_lite import models
+from tests.helpers import meta_model, run_distributed
 from torchtitan_lite.config.schema import FsdpConfig
 from torchtitan_lite.data.loader import Batch, Loader
 from torchtitan_lite.distributed import fsdp
@@ -82,11 +82,6 @@ class Event:
     group: str = ""
     ranks: int = 0
     dtype: torch.dtype | None = None
-
-
-# the names in torch 2.13, and before
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _Written:
@@ -210,9 +205,9 @@ def test_checkpointing_beside_prefetching_gathers_no_group_again(build: Build) -
 def test_compiled_blocks_do_not_pass_by_the_hooks_of_fsdp(build: Build) -> None:
     torch._dynamo.reset()
     counters.clear()
-    t = build(compile__enabled=True, compile__backend="eager")
-    assert counted(t, "gather") == per_micro_batch(2, 1)
-    assert counted(t, "reduce") == dict.fromkeys(GROUPS, ACCUMULATION)
+    events = events_of_a_step(build(compile__enabled=True, compile__backend="eager"))
+    assert Counter(event.group for event in events if event.what == "gather") == per_micro_batch(2, 1)
+    assert Counter(event.group for event in events if event.what == "reduce") == dict.fromkeys(GROUPS, ACCUMULATION)
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -380,8 +375,7 @@ def test_pinned_pooled_and_symmetric_memory_are_asked_for_as_configured(build: B
         ({"cpu_offload": True}, CPUOffloadPolicy(pin_memory=True)),
         ({"cpu_offload": True, "pin_memory": False}, CPUOffloadPolicy(pin_memory=False)),
     ):
-        with torch.device("meta"):
-            model = models.build(t.config.model, 517)
+        model = meta_model(t.config.model, 517)
         with patch.object(fsdp, "fully_shard") as shard, patch.object(fsdp, "_fsdp") as module:
             config = FsdpConfig.model_validate(keys)
             fsdp.apply_fsdp(model, build_mesh(config, torch.device("cpu")), config)

@@ -13,11 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed.knob_table import CASES, EXTENDED, REDUCES, STEPS, TOLERANCE, VOCABULARY, Case, FixedSamples
 from tests.distributed.knob_worker import rows
-from tests.helpers import run_distributed
+from tests.helpers import meta_model, run_distributed
 from tests.optim.on_ranks import muon_update
 from torchtitan_lite.config.rules.local import missing_for_inductor
 from torchtitan_lite.distributed.initialize import materialize
-from torchtitan_lite.models import LossOptions, build
+from torchtitan_lite.models import LossOptions
 from torchtitan_lite.optim import optimizer as optim
 
 # rows that this machine or its torch can't run
@@ -45,8 +45,7 @@ def _reference(
 ) -> list[tuple[float, float, dict[str, float]]]:
     """Loss, gradient norm and norms by block of each step of one whole model in float32, on the whole batch at once."""
     config = Case(2, dict(shape) | {"optim.name": optimizer_name}, base=base).config()
-    with torch.device("meta"):
-        model = build(config.model, VOCABULARY, LossOptions.from_config(config))
+    model = meta_model(config.model, VOCABULARY, LossOptions.from_config(config))
     materialize(model, torch.device("cpu"), seed=7)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
@@ -132,8 +131,7 @@ def test_each_row_computes_the_losses_of_the_reference(name: str, results: dict[
 @pytest.mark.parametrize("name", ROWS)
 def test_names_stay_as_they_are_and_frozen_tensors_too(name: str, results: dict[str, dict[str, Any]]) -> None:
     found, config = results[name], CASES[name].config()
-    with torch.device("meta"):
-        model = build(config.model, VOCABULARY)
+    model = meta_model(config.model, VOCABULARY)
     assert found["names"] == list(model.state_dict())
     before, after = found["frozen"]
     assert before == after

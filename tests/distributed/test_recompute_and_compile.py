@@ -10,6 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers import meta_model
 from torchtitan_lite import cpu
 from torchtitan_lite.config.schema import (
     ActivationCheckpointingConfig,
@@ -36,8 +37,7 @@ def made(
     speed: SpeedConfig = PLAIN,
     widen: bool = False,
 ) -> Transformer:
-    with torch.device("meta"):
-        model = build(config, 97, LossOptions(chunked=speed.chunked_loss))
+    model = meta_model(config, 97, LossOptions(chunked=speed.chunked_loss))
     cpu.apply(model, speed, widen=widen)
     settings: dict[str, Any] = {"mode": mode, "every": every}
     apply_activation_checkpointing(model, ActivationCheckpointingConfig.model_validate(settings))
@@ -58,8 +58,7 @@ def gradients(model: Transformer) -> list[torch.Tensor]:
 
 
 def test_parameters_on_the_host_are_the_same_and_what_is_not_initialised_is_named() -> None:
-    with torch.device("meta"):
-        model = build(LLAMA, 97)
+    model = meta_model(LLAMA, 97)
     materialize(model, torch.device("cpu"), 3, offload=True)
     assert {k: v.tolist() for k, v in model.named_buffers()} == {k: v.tolist() for k, v in made().named_buffers()}
     assert {k: v.tolist() for k, v in model.state_dict().items()} == {

@@ -182,7 +182,7 @@ def test_token_files_become_the_folder_of_the_text_prepared_the_usual_way(
         files += [write_bin(tmp_path / f"{split}{a}", tokens[a:b], header) for a, b in ((0, 99), (99, None))]
     tokenizer.add_special_tokens(["<s>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    monkeypatch.setattr(from_bin, "BLOCK", 7)
+    monkeypatch.setattr(from_bin, "BLOCK", 49)  # the first file ends with a block of one
     files += ["--tokenizer", str(tmp_path / "tokenizer.json"), *["--begin-token=<s>"] * (517 in before)]
     assert from_bin.main([*files, "--out", str(tmp_path / "ours")]) == 0
     ours = read_meta(tmp_path / "ours")

@@ -14,7 +14,7 @@ from tests.distributed.knob_table import ON_CUDA, TOLERANCE
 from tests.distributed.knob_worker import measure, training
 from tests.distributed.test_knobs import MISSING, reference
 from tests.distributed.test_launcher import NAMESPACES, namespaces_work
-from tests.helpers import assert_same_end, forget_after, losses, start, succeeded, tiny, torchrun
+from tests.helpers import assert_same_end, forget_after, losses, meta_model, start, succeeded, tiny, torchrun
 from tests.tools.memory import GPU_CASES, LARGE, VOCABULARY, config_of
 from torchtitan_lite.config.schema import ActivationCheckpointingConfig, ModelConfig, RunConfig
 from torchtitan_lite.distributed import initialize, recompute_and_compile
@@ -98,8 +98,7 @@ def test_losses_are_those_of_the_cpu(more: dict[str, Any], on_cuda: dict[str, An
 def test_initial_parameters_are_those_of_the_cpu() -> None:
     models = []
     for device in ("cpu", "cuda"):
-        with torch.device("meta"):
-            model = build(ModelConfig(), 517)
+        model = meta_model(ModelConfig(), 517)
         initialize.materialize(model, torch.device(device), 0)
         models.append(model)
     for one, other in zip(*(model.parameters() for model in models), strict=True):

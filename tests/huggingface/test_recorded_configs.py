@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.helpers import meta_model
 from tests.recorded import assert_recorded
 from torchtitan_lite.config import load
 from torchtitan_lite.config.families import FAMILIES
@@ -18,7 +19,6 @@ from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.huggingface import configs, names, stacks
 from torchtitan_lite.huggingface.weights import find_weights
-from torchtitan_lite.models import build
 
 HERE, MODEL = Path(__file__).parent, "model.safetensors"
 
@@ -266,8 +266,7 @@ def test_the_name_and_shape_of_each_tensor() -> None:
         except CheckpointError as error:
             found[f"{family} {name} {shape}"] = str(error)
     for values in shapes:
-        with torch.device("meta"):
-            ours = build(shape_of(values), 97).state_dict()
+        ours = meta_model(shape_of(values), 97).state_dict()
         each, family = stacks.unstack_experts(ours), values["family"]
         theirs = {
             name: names.to_hf(parts, each.__getitem__, family)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers import meta_model
 from tests.huggingface.test_exported_text import SHAPES
 from tests.recorded import assert_recorded
 from torchtitan_lite.checkpointing import storage
@@ -17,7 +18,6 @@ from torchtitan_lite.config import load
 from torchtitan_lite.config.schema import flatten
 from torchtitan_lite.data.prepare.tokenizer import byte_level
 from torchtitan_lite.huggingface import weights
-from torchtitan_lite.models import build
 
 SMALL = {"dim": 32, "n_layers": 1, "n_heads": 2, "max_seq_len": 37, "dropout": 0.25, "vocab_size": 67}
 MORE: dict[str, dict[str, Any]] = {
@@ -39,8 +39,7 @@ def test_each_exported_folder_is_the_recorded_one(tmp_path: Path) -> None:
         given = {"model.family": family, "train.seq_len": 24} | {f"model.{key}": value for key, value in SMALL.items()}
         given |= {key.replace("__", "."): value for key, value in values.items()}
         config = load.load(None, given, elsewhere=True).config
-        with torch.device("meta"):
-            tensors = model_tensors(build(config.model, config.model.vocab_size))
+        tensors = model_tensors(meta_model(config.model, config.model.vocab_size))
         run = tmp_path / name
         (run / "checkpoints").mkdir(parents=True)
         tokenizer = byte_level(sentinels=family == "t5")

@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.helpers import meta_model
 from tests.models.published import CHECKPOINTS
 from torchtitan_lite.config.families import FAMILIES as REGISTRY
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.distributed import initialize
-from torchtitan_lite.models import Transformer, build
+from torchtitan_lite.models import Transformer
 from torchtitan_lite.models.loss import IGNORE
 
 SMALL = ModelConfig(family="gpt", dim=32, n_heads=2, n_layers=2, max_seq_len=16)
@@ -23,8 +24,7 @@ EACH = pytest.mark.parametrize("config", ALL.values(), ids=ALL)
 
 
 def make(config: ModelConfig = SMALL, seed: int = 0, vocab_size: int = 97) -> Transformer:
-    with torch.device("meta"):
-        model = build(config, vocab_size)
+    model = meta_model(config, vocab_size)
     initialize.materialize(model, torch.device("cpu"), seed)
     return model
 
@@ -95,7 +95,6 @@ def test_named_sizes_have_the_size_of_their_name(family: str, name: str) -> None
     values = {"family": family, "tie_embeddings": family == "gpt"}
     values |= {**REGISTRY[family].defaults, **REGISTRY[family].sizes[name]}
     config = ModelConfig.model_validate(values)
-    with torch.device("meta"):
-        model = build(config, vocabulary)
+    model = meta_model(config, vocabulary)
     count = sum(p.numel() for p in model.parameters())
     assert [count, config.n_heads, config.window, config.rope_theta] == expected

@@ -153,15 +153,14 @@ def averaging(decay: float, seed: int, process: Process) -> State:
 
 def load_averages(process: Process, folder: Path) -> None:
     """Load checkpoints with and without averages into optimizers with and without them, in all four ways."""
-    for (kind, api), saved in itertools.product(WAYS, DECAYS):
-        run = folder / f"{kind} {api} {saved}"
-        source = averaging(saved, 1, process)
-        source.step()
-        source.step()  # after the first, the average is the weight
+    sources = {saved: averaging(saved, 1, process) for saved in DECAYS}
+    for source in (*sources.values(), *sources.values()):
+        source.step()  # twice: after the first step, the average is the weight
+    for (kind, api), (saved, source) in itertools.product(WAYS, sources.items()):
+        run, expected = folder / f"{kind} {api} {saved}", source.whole()
         checkpointer = source.checkpointer(run, kind, api)
         checkpointer.save(TrainState(step=2, config={"optim.ema_decay": saved}))
         saved_folder(checkpointer)
-        expected = source.whole()
         for now in DECAYS:
             target = averaging(now, 2, process)
             assert target.checkpointer(run, kind, api).load({}) is not None

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.checkpointing.reload_worker import MESHES, fsdp
-from tests.helpers import run_distributed
+from tests.helpers import meta_model, run_distributed
 from tests.optim import on_ranks
 from tests.optim.on_ranks import MODEL
 from torchtitan_lite.config.derive import Layout
@@ -25,8 +25,7 @@ def expected(mesh: str) -> tuple[int, int, int]:
     The state is one momentum of each matrix of a block, two moments and a count of the others.
     """
     n, copies = MESHES[mesh]
-    with torch.device("meta"):
-        model = build(MODEL, 517)
+    model = meta_model(MODEL, 517)
     _, sent = muon_step(model, OptimConfig(name="muon"), Layout(copies, n // copies, 1, 0, 0), on_gpu=False)
     owned = sum(c.bytes for c in sent if c.kind == EXCHANGED)
     assert sum(n for c, n in sent.items() if c.kind == GATHERED) == (copies > 1)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import ROOT, checkpoint, losses, python, ranks, succeeded, tiny
+from tests.helpers import ROOT, checkpoint, damage, losses, python, ranks, run_of, succeeded, tiny
 from torchtitan_lite.checkpointing import storage
 from torchtitan_lite.run import attempts
 
-RUN = {"run__name": "run", "train__steps": 8, "checkpoint__every": 2, "eval__every": 0}
+RUN = {"run__name": "run", "train__steps": 8, "train__micro_batch_size": 6, "checkpoint__every": 2, "eval__every": 0}
 extended = pytest.mark.extended
 Again = Callable[..., str]
 
@@ -21,9 +21,7 @@ Again = Callable[..., str]
 @pytest.fixture(scope="module")
 def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 8 steps with checkpoints at 4, 6 and 8."""
-    folder = tmp_path_factory.mktemp("attempts")
-    succeeded(ranks(1, *tiny(text, folder, **RUN)))
-    return folder / "run"
+    return run_of(1, text, tmp_path_factory.mktemp("attempts"), **RUN)
 
 
 @pytest.fixture
@@ -174,14 +172,9 @@ def test_a_failed_attempt_says_why(run: Path, again: Again) -> None:
 # --- damaged checkpoints ----------------------------------------------------------------------------------------
 
 
-def damage(run: Path, step: int) -> None:
-    file = checkpoint(run, step) / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"x")
-
-
 @pytest.mark.parametrize("site", ["commit", "before rename", "delete"])
 def test_a_kill_while_a_damaged_checkpoint_is_replaced_loses_nothing(site: str, run: Path, again: Again) -> None:
-    damage(run, 8)
+    damage(checkpoint(run, 8))
     again(code=-1, fault=f"kill:0:8:{site}")
     assert storage.verify(checkpoint(run, 6)) == []
     assert f"resumed after step {8 if site == 'delete' else 6}" in again(train__steps=9)

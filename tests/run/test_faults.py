@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import assert_same_end, checkpoint, python, ranks, records, succeeded, tensors, tiny
+from tests.helpers import assert_same_end, checkpoint, python, ranks, records, run_of, succeeded, tensors, tiny
 from torchtitan_lite.checkpointing import before_save, storage
 from torchtitan_lite.run.attempts import newest_status
 
@@ -34,9 +34,7 @@ def saved_steps(run: Path) -> list[int]:
 @pytest.fixture(scope="module")
 def straight(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The undisturbed run, on two ranks."""
-    folder = tmp_path_factory.mktemp("straight")
-    succeeded(ranks(2, *tiny(text, folder, **RUN)))
-    return folder / "run"
+    return run_of(2, text, tmp_path_factory.mktemp("straight"), **RUN)
 
 
 @pytest.fixture

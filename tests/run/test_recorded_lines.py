@@ -18,8 +18,9 @@ import pytest
 import torch
 from pydantic_core import to_json
 
+from tests.helpers import meta_model
 from tests.recorded import assert_recorded
-from torchtitan_lite import environment, errors, hints, models, terminal
+from torchtitan_lite import environment, errors, hints, terminal
 from torchtitan_lite.checkpointing import compatibility
 from torchtitan_lite.checkpointing.save import Saved
 from torchtitan_lite.checkpointing.state import TrainState
@@ -216,8 +217,7 @@ def in_steps(values: dict[str, Any], epoch: int = 31) -> list[Any]:
 
 def peak_tokens(values: dict[str, Any], world_size: int) -> float:
     config = config_of(LARGE | values, world_size)
-    with torch.device("meta"):
-        model = models.build(config.model, 517)
+    model = meta_model(config.model, 517)
     return start_and_end.peak_tokens_per_second(config, model, Process(0, world_size, torch.device("cpu"), 1))
 
 

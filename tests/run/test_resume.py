@@ -42,7 +42,7 @@ RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dcp": ("", 2, HYBRID | DCP | BF16 | RECOMPUTED | {"model__tie_embeddings": True}),
     "dtensor, float16": ("extended", 2, {
         **ONE_AT_A_TIME, "model__dropout": 0.1, "fsdp__grad_sync": "last", "fsdp__param_dtype": "float16",
-        "grad_scaler__init_scale": 2.0**24, "grad_scaler__growth_interval": 2,
+        "grad_scaler__init_scale": 2.0**20, "grad_scaler__growth_interval": 2,
     }),
     "muon, experts, averages": ("", 2, {"optim__name": "muon", "optim__ema_decay": 0.8, **SHARDED, **DCP, **EXPERTS}),
     "experts": ("extended", 2, EXPERTS | ONE_AT_A_TIME),
@@ -66,28 +66,28 @@ SAMPLES = ["--sample.every=2", '--sample.prompts=["def ", "The"]', "--sample.max
     "name",
     [pytest.param(name, marks=[getattr(pytest.mark, mark)] if mark else []) for name, (mark, *_) in RUNS.items()],
 )
-def test_12_steps_equal_6_steps_and_a_resume(name: str, text: Path, tmp_path: Path) -> None:
+def test_8_steps_equal_4_steps_and_a_resume(name: str, text: Path, tmp_path: Path) -> None:
     _, n, more = RUNS[name]
     straight, run = tmp_path / "straight", tmp_path / "run"
-    command = tiny(text, tmp_path, **{"train__steps": 12, "checkpoint__every": 3, **more})
+    command = tiny(text, tmp_path, **{"train__steps": 8, "checkpoint__every": 2, "eval__every": 3, **more})
     # one run has samples only before the resume, the others only after it: they change nothing, bit for bit
     before, after = (SAMPLES, []) if name == "dtensor, float16" else ([], SAMPLES)
     succeeded(ranks(n, *command, "--run.name=straight", *before))
     shutil.copytree(straight, run)
-    forget_after(run, 6)
+    forget_after(run, 4)
     output = succeeded(ranks(n, *command, "--run.name=run", *after))
-    assert [text for text in ("resumed after step 6", "\ndone    6 steps in ") if text not in output] == []
+    assert [text for text in ("resumed after step 4", "\ndone    4 steps in ") if text not in output] == []
     assert "not bit for bit" not in output
-    assert_same_end(run, straight, 12)
+    assert_same_end(run, straight, 8)
     assert len(records(run)) == len(records(straight)), "a step stands twice in metrics.jsonl"
     samples = attempts.records(run, "samples.jsonl")
-    expected = [6, 8, 10, 12] if after else [2, 4, 6]  # later ones do not count
+    expected = [4, 6, 8] if after else [2, 4]  # later ones do not count
     assert [(s["step"], s["prompt"]) for s in samples] == [(at, p) for at in expected for p in ("def ", "The")]
-    assert ('sample  step 12  "The" -> "' in output) == bool(after)
+    assert ('sample  step 8  "The" -> "' in output) == bool(after)
 
-    first, last = (tensors(checkpoint(straight, step)) for step in (3, 12))
+    first, last = (tensors(checkpoint(straight, step)) for step in (2, 8))
     assert not [key for key in last if first[key].equal(last[key])], "the comparison would hold trivially"
-    assert losses(straight)[12][0] < losses(straight)[1][0] - 0.05
+    assert losses(straight)[8][0] < losses(straight)[1][0] - 0.05
     if name == "muon, experts, averages":  # what scores and generates reads the biases of routers too
         loaded = dict(load_model.open_model(run, torch.device("cpu"), torch.bfloat16).model.named_buffers())
         biases = {key: bias for key, bias in loaded.items() if key.endswith("router.bias")}
@@ -95,13 +95,10 @@ def test_12_steps_equal_6_steps_and_a_resume(name: str, text: Path, tmp_path: Pa
         for key, bias in biases.items():
             assert bias.abs().sum() > 0
             assert bias.equal(last[key])
-    if name == "dtensor, float16":  # a forgotten scale would show above; and a resume of the resume
+    if name == "dtensor, float16":  # a forgotten scale would show above
         skipped = {r["step"]: r["skipped_steps"] for r in records(straight) if "skipped_steps" in r}
-        assert 0 < skipped[6] < skipped[12], skipped
-        assert len({r["loss_scale"] for r in records(straight) if "loss_scale" in r}) > 3
-        forget_after(run, 9)
-        assert "resumed after step 9" in succeeded(ranks(n, *command, "--run.name=run"))
-        assert_same_end(run, straight, 12)
+        assert 0 < skipped[4] < skipped[8], skipped
+        assert len({r["loss_scale"] for r in records(straight) if "loss_scale" in r}) > 1
 
 
 def test_the_mean_loss_covers_the_steps_since_the_last_line(text: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from tests.helpers import (
     ranks,
     records,
     refused,
+    run_of,
     succeeded,
     tiny,
 )
@@ -58,9 +59,7 @@ def test_the_table_is_made_from_the_keys() -> None:
 @pytest.fixture(scope="module")
 def first(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 3 steps."""
-    folder = tmp_path_factory.mktemp("rules")
-    succeeded(ranks(1, *tiny(text, folder, run__name="run", train__steps=3, optim__schedule="wsd")))
-    return folder / "run"
+    return run_of(1, text, tmp_path_factory.mktemp("rules"), train__steps=3, optim__schedule="wsd")
 
 
 def setting(values: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.helpers import checkpoint, python, ranks, refused, succeeded, tiny
+from tests.helpers import checkpoint, damage, python, ranks, refused, succeeded, tiny
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.prepare.__main__ import main as prepare
 from torchtitan_lite.huggingface.weights import tokenizer_notes
@@ -62,8 +62,7 @@ def test_damaged_weights_and_tensors_that_the_model_lacks_are_refused(
     finished: Path, text: Path, tmp_path: Path
 ) -> None:
     damaged = checkpoint(shutil.copytree(finished, tmp_path / "damaged"), 2)
-    file = damaged / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    damage(damaged)
     larger = tmp_path / "larger"
     succeeded(python("export", str(finished), str(larger), script="checkpoint.py"))
     weights = load_file(larger / "model.safetensors")

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.data.test_data import make, rows
-from tests.helpers import ranks, records, run_distributed, succeeded, tiny
+from tests.helpers import meta_model, ranks, records, run_distributed, succeeded, tiny
 from torchtitan_lite.config.schema import Config, FsdpConfig, ModelConfig
 from torchtitan_lite.data.dataset import DataSet
 from torchtitan_lite.data.loader import Batch
@@ -21,7 +21,7 @@ from torchtitan_lite.data.token_files import read_meta
 from torchtitan_lite.distributed.fsdp import apply_fsdp
 from torchtitan_lite.distributed.initialize import materialize
 from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.models import Transformer, build
+from torchtitan_lite.models import Transformer
 from torchtitan_lite.scoring.likelihood import Window, pad_batch, sums_by_item
 from torchtitan_lite.scoring.statistics import Array, ratio, ratio_difference
 from torchtitan_lite.scoring.validation import SUBSET_SEED, Score, Validation, evaluate, evaluate_average
@@ -39,8 +39,7 @@ FSDP = FsdpConfig()
 
 def model_of(family: str, process: Process | None = None, fsdp: FsdpConfig = FSDP, seed: int = 7) -> Transformer:
     """Sharded over the ranks of a world, if one is given."""
-    with torch.device("meta"):
-        model = build(FAMILIES[family], VOCABULARY)
+    model = meta_model(FAMILIES[family], VOCABULARY)
     if process:
         apply_fsdp(model, DeviceMesh("cpu", torch.arange(process.world_size), mesh_dim_names=("dp_shard",)), fsdp)
     materialize(model, CPU, seed)

@@ -10,11 +10,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
-from tests.helpers import checkpoint, ranks, succeeded, tiny
+from tests.helpers import checkpoint, meta_model, ranks, succeeded, tiny
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.distributed import initialize
 from torchtitan_lite.huggingface import weights
-from torchtitan_lite.models import Transformer, build, generation
+from torchtitan_lite.models import Transformer, generation
 from torchtitan_lite.models.attention import KeysValues
 from torchtitan_lite.models.generation import Sampler, new_tokens
 from torchtitan_lite.tools import generate, load_model
@@ -36,8 +36,7 @@ CONFIGS = {
 @pytest.fixture(params=CONFIGS)
 def model(request: pytest.FixtureRequest) -> Transformer:
     """No parameter has its initial value, so attention matters."""
-    with torch.device("meta"):
-        made = build(CONFIGS[request.param], 97)
+    made = meta_model(CONFIGS[request.param], 97)
     initialize.materialize(made, torch.device("cpu"), 0)
     torch.manual_seed(0)
     with torch.no_grad():

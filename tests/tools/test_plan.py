@@ -13,13 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.docs.pages import blocks
-from tests.helpers import ROOT, run_distributed
+from tests.helpers import ROOT, meta_model, run_distributed
 from tests.recorded import by_line, differences
 from tests.tools.memory import CASES, EXTENDED, HYBRID, SLOW, VOCABULARY, config_of, config_with, peaks_of
 from torchtitan_lite import plan
 from torchtitan_lite.config.schema import ModelConfig
 from torchtitan_lite.distributed import initialize
-from torchtitan_lite.models import build
 from torchtitan_lite.run.mfu import DEVICES, flops_per_token
 from torchtitan_lite.tools.estimate import simulate
 from torchtitan_lite.tools.estimate.planned_run import make_plan
@@ -50,8 +49,7 @@ def test_planned_memory_matches_measured_memory(name: str, world_size: int) -> N
 @pytest.mark.parametrize("family", ["llama", "gpt"])
 def test_flops_match_those_counted_by_torch(family: str, tied: bool) -> None:
     values = {"family": family, "dim": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 32, "tie_embeddings": tied}
-    with torch.device("meta"):
-        model = build(ModelConfig.model_validate(values), 97)
+    model = meta_model(ModelConfig.model_validate(values), 97)
     initialize.materialize(model, torch.device("cpu"), 0)
     tokens = torch.zeros(2, 32, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from tests.helpers import checkpoint, ranks
+from tests.helpers import checkpoint, damage, ranks
 from tests.recorded import assert_recorded
 from torchtitan_lite.data.prepare.__main__ import main as prepare
 from torchtitan_lite.distributed.process_group import Process
@@ -206,7 +206,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
             assert prepare([*made.words(line), "--tokenizer=bytes", "--val-fraction=0.2"]) == 0
     for line in TRAINING:
         if "init_from" in line:
-            damage(shutil.copytree(folder / "one", folder / "damaged"))
+            shutil.copytree(folder / "one", folder / "damaged")
+            damage(checkpoint(folder / "damaged", 8))
+            (checkpoint(folder / "damaged", 7) / "optimizer.safetensors").unlink()
         made.train(line)
     (folder / "unsaved/checkpoints").mkdir(parents=True)
     (folder / "bert").mkdir()
@@ -219,13 +221,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 def test_training(place: Place) -> None:
     assert_recorded(place.said, Path(__file__).with_name("recorded_training.json"))
-
-
-def damage(run: Path) -> None:
-    """Its newest checkpoint gets another last byte, and the one before loses a file."""
-    file = checkpoint(run, 8) / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"x")
-    (checkpoint(run, 7) / "optimizer.safetensors").unlink()
 
 
 ACCELERATE = """

@@ -65,8 +65,8 @@ ROWS: dict[str, list[str]] = {  # by device and ranks
         *("--fsdp.dp_shard=1", "--train.steps=90000"),
     ],
     "rtx4090 2 suggest": [  # without checkpointing, a micro-batch of 8 does not fit
-        *("--suggest", ADAMW, BF16, "--train.global_batch_size=16", "--model.n_layers=8"),
-        *("--model.dim=2048", "--model.n_heads=16", "--model.max_seq_len=4096", "--train.seq_len=4096"),
+        *("--suggest", ADAMW, BF16, "--train.global_batch_size=16", "--model.n_layers=2"),
+        *("--model.dim=4096", "--model.n_heads=32", "--model.max_seq_len=8192", "--train.seq_len=8192"),
     ],
     "a100 4 phases": [
         *("--train.steps=1000000", "--train.global_batch_size=8", BF16),

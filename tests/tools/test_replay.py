@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import checkpoint, ranks, records, refused, succeeded, tiny
+from tests.helpers import checkpoint, damage, ranks, records, refused, run_of, succeeded, tiny
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.run import attempts
@@ -26,9 +26,7 @@ PLAIN |= {"fsdp__param_dtype": "bfloat16"}
 @pytest.fixture(scope="module")
 def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 8 steps on two ranks, with checkpoints of step 4 and 8."""
-    folder = tmp_path_factory.mktemp("replay")
-    succeeded(ranks(2, *tiny(text, folder, **PLAIN)))
-    return folder
+    return run_of(2, text, tmp_path_factory.mktemp("replay"), **PLAIN).parent
 
 
 def replay(
@@ -71,12 +69,6 @@ def test_a_flipped_bit_is_found_with_its_step_and_rank(fault: str, trained: Path
     assert re.search(FAULTS[fault].format(*recorded), result.stderr), result.stderr
     assert "if two replays agree with each other, a fault hit the run" in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def damage(folder: Path) -> None:
-    content = bytearray((folder / "model.safetensors").read_bytes())
-    content[-1] ^= 1
-    (folder / "model.safetensors").write_bytes(content)
 
 
 # --- what has to be equal ---------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ with one value only. Any other key may change what the model computes, so it is 
 reads what it has written, so that it refuses models that Hugging Face can't express.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, ValidationError, create_model
@@ -444,6 +445,13 @@ KINDS = {
 # --- in and out -------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def _published(model_type: str) -> Any:
+    """Return the pydantic model of a config.json."""
+    fields: Content = {name: (key.type, key.default) for name, key in KINDS[model_type].keys.items()}
+    return create_model("Published", __config__=STRICT, **fields)
+
+
 def from_hf_config(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return our [model] keys for a Hugging Face config.json.
 
@@ -455,12 +463,10 @@ def from_hf_config(content: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"config.json: model_type {shortened(model_type)} is not among {', '.join(KINDS)}")
     kind = KINDS[str(model_type)]
     given = {**kind.defaults, **{RENAMED.get(key, key): value for key, value in content.items()}}
-    fields: Content = {name: (key.type, key.default) for name, key in kind.keys.items()}
     try:
-        model = create_model("Published", __config__=STRICT, **fields)
-        read = model.model_validate({key: value for key, value in given.items() if key in fields})
+        read = _published(str(model_type)).model_validate({key: given[key] for key in given if key in kind.keys})
         theirs = {name: key.default for name, key in kind.keys.items()} | read.model_dump(exclude_unset=True)
-        _refuse_others(given.keys() - fields.keys(), given, _NEUTRAL | kind.fixed(theirs))
+        _refuse({key: given[key] for key in given if key not in kind.keys}, _NEUTRAL | kind.fixed(theirs))
         ours = {key.ours: theirs[name] for name, key in kind.keys.items() if key.ours}
         return _family_keys(kind.ours | ours | kind.read(theirs))
     except ValidationError as error:
@@ -469,13 +475,12 @@ def from_hf_config(content: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"config.json: {error}") from None
 
 
-def _refuse_others(names: Iterable[str], given: Content, fixed: Content) -> None:
+def _refuse(others: Content, fixed: Content) -> None:
     """Raise ValueError for an unknown key, and for a value that we do not support.
 
     Null and empty values switch a key off, or mean a number that follows from other keys.
     """
-    for name in sorted(names):
-        value = given[name]
+    for name, value in sorted(others.items()):
         if name in fixed:
             known = fixed[name]
             if value != known and not (value is None and (not known or type(known) in (int, float))):
@@ -489,10 +494,9 @@ def _refuse_others(names: Iterable[str], given: Content, fixed: Content) -> None
 
 def _family_keys(keys: Content) -> Content:
     """Return the keys that our family reads. Raises ValueError if a different key has an unsupported value."""
-    others = unread(keys["family"])
-    read = {key: value for key, value in keys.items() if key not in others}
+    read = {key: value for key, value in keys.items() if key not in unread(keys["family"])}
     fixed = ModelConfig.model_validate(read).resolved()
-    for key in sorted(keys.keys() & others):
+    for key in sorted(keys.keys() - read.keys()):
         if keys[key] != fixed[key]:
             raise ValueError(f"{key} = {keys[key]} is not supported for this model_type; {fixed[key]} is")
     return read

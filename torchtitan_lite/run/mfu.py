@@ -24,9 +24,8 @@ def multiplied_parameters(model: Transformer) -> int:
 
 def active_parameters(model: Transformer) -> int:
     """Return the number of parameters without experts that do not compute a token."""
-    of_experts = sum(p.numel() for p in model.parameters() if p.ndim == 3)
-    idle = of_experts - of_experts * model.config.experts_per_token // model.config.n_experts
-    return sum(p.numel() for p in model.parameters()) - idle
+    n, used = model.config.n_experts, model.config.experts_per_token
+    return sum(p.numel() // n * used if p.ndim == 3 else p.numel() for p in model.parameters())
 
 
 def flops_per_token(model: Transformer, seq_len: int, target_len: int = 0) -> int:
