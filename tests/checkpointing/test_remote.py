@@ -110,7 +110,7 @@ def test_two_torchruns_survive_the_loss_of_a_machine_and_of_both_disks(kind: str
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_a_run_survives_the_loss_of_one_disk_and_of_all(kind: str, text: Path, tmp_path: Path) -> None:
-    values = {"checkpoint__state_dict": kind, "checkpoint__every": 2, "run__name": kind, "eval__every": 3}
+    values = {"checkpoint__state_dict": kind, "checkpoint__every": 3, "run__name": kind, "eval__every": 2}
     succeeded(ranks(2, *tiny(text, tmp_path, **values, train__steps=9)))
     here = [*tiny(text, tmp_path, **values, train__steps=9), "--run.remote=s3://runs/lost"]
     disks = tmp_path / "disks"
