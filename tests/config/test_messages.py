@@ -213,6 +213,14 @@ CHECKED = [  # by train.py on the first of eight ranks
     ["--data.path=include"],
     ["--data.path=.", "--data.text_suffixes=.md"],
     ["--data.text_suffixes=md,.csv,.gz,.a/b"],
+    # a refused key of [model], of each kind, ends the checks that build the model; another key does not
+    *(
+        [f"--{refused}", "--optim.freeze=layer.0.*"]
+        for refused in (
+            *("model.dim=0", "model.dmi=48", "model.size=9M", "model.family=own:TYPO", "model.n_kv_heads=3"),
+            *("optim.lr=-1", "train.stepz=3"),
+        )
+    ),
 ]
 
 ALLOWED: dict[str, tuple[int, ...]] = {  # next to a mistake; machines as below, if not (1, 0, 1)

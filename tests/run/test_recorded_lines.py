@@ -139,7 +139,14 @@ SAVING = RankState(Place(7, 1, 2), [("saving step 7: writing x", True), ("loadin
 SAVES = RankState(Place(7, 1, 2), [("saving step 7", False)])
 LIMIT = "run.timeout_minutes = 3"
 THEN = [(1, 2, [3, 4, 5]), (1, 2, None), (1, None, [3])]
-NOW = [(1, 2, [3, 4, 5]), (5, 6, [3, 4, 5]), (5, 2, [6, 4, None]), (9, 2, [7, 8, 9]), (9, None, [3, 8, 9]), (1, 2, [6])]
+NOW = [
+    (1, 2, [3, 4, 5]),
+    (5, 6, [3, 4, 5]),
+    (5, 2, [6, 4, 8]),
+    (9, 2, [7, 8, 9]),
+    (9, math.nan, [3, 8, 9]),
+    (1, 2, [6]),
+]
 KNOWN = [
     *("train.steps", "train.seq_len", "eval.every", "log.every", "optim.lr", "data.path", "world-size", "per-node"),
 ]
@@ -199,8 +206,13 @@ def outcome(background: bool, done: bool, wait: bool, ends: bool, **saved: Any) 
 
 
 def differs(then: Any, now: Any, equal: int) -> str:
-    one, other = (dict(zip(("loss", "grad_norm", "rank_losses"), values, strict=True)) for values in (then, now))
-    return replay.differs(one, other, 7, equal)
+    """A replay of the steps 3 to 7, of which the run recorded only 7 and one before, which is equal."""
+    last, here, before = (dict(zip(replay._COMPARED, values, strict=True)) for values in (then, now, (8.0, 9.0, [7.0])))
+    return replay.compute(
+        SimpleNamespace(watchdog=SimpleNamespace(step=str), state=None, pending=None),  # type: ignore[arg-type]
+        lambda _, step: SimpleNamespace(numbers=SimpleNamespace(**(here if step == 7 else before))),  # type: ignore[arg-type, return-value]
+        replay.Recorded(2, 7, "", {f"{equal}": before, "7": last}, [], "ADVICE"),
+    )
 
 
 def wrong(values: dict[str, Any]) -> list[str]:
@@ -592,7 +604,10 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             ),
         ],
     ),
-    "differs": (differs, [(then, now, equal) for then in THEN for now in NOW for equal in (6, 4)]),
+    "differs": (
+        differs,
+        [*((then, now, equal) for then in THEN for now in NOW for equal in (6, 4)), (THEN[0], NOW[3], 2)],
+    ),
     "compared": (
         compared,
         [
