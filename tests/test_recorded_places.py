@@ -87,20 +87,76 @@ def told(
 # --- the watchdog -----------------------------------------------------------------------------------------------
 
 
-def watched(way: str, rank: int, world_size: int, local: int, n_local: int, *given: Any, **more: Any) -> list[Any]:
-    """A method of the watchdog of rank `rank`, which is number `local` of the `n_local` of its machine."""
+STATES = {
+    "starts": RankState(),
+    "connects": RankState(Place(), [("connecting x: its first all-reduce", True)]),
+    "fetches": RankState(Place(4)),
+    **dict.fromkeys(("computes", "compiles"), RankState(Place(4, 1, 2))),
+    "saves": RankState(Place(4, 1, 2), [("saving step 4", False)]),
+    "writes": RankState(Place(4, 1, 2), [("saving step 4: writing x", True)]),
+}
 
-    def call(stand_in: Any) -> str:
-        one = object.__new__(Watchdog)
-        vars(one).update(_world=Process(rank, world_size, CPU, 1, n_local), _at=Place(5, 1), _first=rank - local)
-        vars(one).update({key: stand_in(key, value) if callable(value) else value for key, value in more.items()})
-        return f"{getattr(Watchdog, way)(one, *given)} {[*vars(one).get('_own', '')] or ''}".strip()
 
-    clock = Stub(monotonic=iter([100.0, 100.0, 103.0]).__next__, sleep=lambda _: None)
-    return told(
-        call,
-        env={"LOCAL_RANK": str(local)},
-        answers={"run__watchdog__time": clock, "run__watchdog__os__times": lambda: (5.0, 1.0, 0.5, 0.5, 9.0)},
+def ended(rank: int, *texts: str) -> list[Any]:
+    """At which look a rank's watchdog ends the run, and what it says, by a played clock: one look each 1.5 s.
+
+    The limit is 60 s, that of the start 15 s, so 40 and 10 looks. Two ranks are on a machine.
+
+    Args:
+        texts: of each rank, its state, and what it does before each look, the last one also from then on: "m" it moves
+            bytes, "b" it uses half a processor, "q" a quarter, "." nothing, "x" it publishes nothing. In the rank's
+            own: "z" all ranks were stopped for 100 s, "?" the store does not answer. "m3" is "mmm".
+    """
+    states, played = [STATES[text.split()[0]] for text in texts], Stub(look=0, now=0.0, said=[])
+    lines = [re.sub(r"(\D)(\d+)", lambda found: found[1] * int(found[2]), text.split()[1]) for text in texts]
+
+    def seen(each: int = rank) -> str:
+        return lines[each].ljust(150, lines[each][-1])[: played.look]
+
+    def wait(seconds: float) -> bool:
+        played.look += 1
+        played.now += seconds + 100 * seen().endswith("z")
+        return bool(played.said) or played.look == 150
+
+    def within(seconds: float, action: Any, *given: Any) -> Any:
+        played.now += seconds * seen().endswith("?")
+        return None if seen().endswith("?") else action(*given)
+
+    def value(key: str) -> str:
+        each = int(key[-1])
+        beat = [1 + played.look - seen(each).count("x"), states[each].operations, seen(each).count("m")]
+        return json.dumps(states[each].place if "/at/" in key else beat)
+
+    def watch() -> Any:
+        watchdog = Watchdog(
+            Path(os.environ["XDG_CACHE_HOME"], "watched"),
+            Process(rank, len(texts), CPU, 1, 2, store=Mock()),
+            RunConfig(timeout_minutes=1, start_timeout_minutes=0.25),
+        )
+        vars(watchdog).update(
+            _at=states[rank].place,
+            _thread_store=Stub(
+                set=lambda *_: seen().endswith("?") and pytest.fail("it waits for the store without a limit"),
+                multi_get=lambda keys: [*map(value, keys)],
+            ),
+            _end=lambda reason, _: played.said.extend([played.look, reason.split(". ")[0]]),
+        )
+        watchdog._watch()
+        return played.said
+
+    return patched(
+        watch,
+        run__watchdog__time=Stub(monotonic=lambda: played.now, strftime=str),
+        run__watchdog__threading=Stub(Event=lambda: Stub(wait=wait), Thread=lambda **_: Stub(start=str)),
+        run__watchdog__progress=Stub(
+            operations=lambda: states[rank].operations,
+            compiles=lambda: texts[rank].startswith("compiles"),
+            moved=lambda: seen().count("m"),
+        ),
+        run__watchdog__os__times=lambda: [0.75 * seen().count("b"), 0.0, 0.0, 0.375 * seen().count("q"), played.now],
+        run__watchdog__dist__barrier=str,
+        run__watchdog__within=within,
+        run__watchdog__local_rank=lambda: rank % 2,
     )
 
 
@@ -263,29 +319,39 @@ LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_
 WITHOUT: Any = Stub()  # a module of the standard library without the functions that only Linux has
 CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     # ranks and machines
-    "beats that are read": (
-        lambda rank, local, quiet_s, silent_s: watched(
-            "_exchange",
-            rank,
-            6,
-            local,
-            3,
-            _number=7,
-            _own=RankState(),
-            _quiet_s=quiet_s,
-            _interval_s=5.0,
-            _others={},
-            _beats={3: (7, 100.0 - silent_s)},
-            _answered=100.0,
-            _thread_store=Stub(
-                set=lambda key, _: print(f"set {key}"),
-                multi_get=lambda keys: print(*keys) or len(keys) // 2 * ["[5, 1, 0]"] + len(keys) // 2 * ["[7, [], 0]"],
+    "the watchdog ends": (
+        ended,
+        [
+            *((0, f"writes {line}") for line in (".", ".40m.", ".41m.", ".20z.", "?", "m")),  # one process
+            *((0, text) for text in ("starts .", "fetches .", "computes .")),
+            # at the same place, on both sides of the limit
+            *((0, f"computes {line}", "computes .") for line in (".", ".43m.", ".44m.", ".20z.", ".20z5.", "b", "m")),
+            *((0, "computes .", f"computes {line}") for line in (".43m.", ".44m.", ".39x", ".40x", "x", "m")),
+            *((0, f"compiles {line}", "computes .") for line in (".", "q", "b", ".43b.", ".44b.")),
+            # at different places
+            *(
+                (0, *texts)
+                for texts in (("computes .", "fetches ."), ("saves .", "computes ."), ("saves .", "writes ."))
             ),
-        ),
-        [(3, 0, 9.0, 60.0), (3, 0, 10.0, 0.0), (4, 1, 10.0, 0.0), (4, 1, 10.0, 20.0), (1, 1, 10.0, 0.0)],
+            *((0, *texts) for texts in (("saves .", "writes m"), ("writes m", "saves ."))),
+            # at the start
+            *((0, f"starts {line}", "starts .") for line in (".", "q", "b", "m")),
+            *((0, "starts .", f"starts {line}") for line in (".8x", "x", "m")),
+            *((0, f"connects {line}", "connects .") for line in (".", ".13m.", ".14m.", "m")),
+            # without an answer of the store, and with few
+            *((1, "computes .", f"computes {line}") for line in ("?", ".20?", "?3m?", "?20.", "?21.", "?.3?.3?.3?.")),
+            (1, "starts .", "starts ?"),
+            # the first rank of a machine decides, unless it is stopped
+            *((1, f"computes {line}", "computes .") for line in (".", ".20x", ".20x3.", "x", "m")),
+            *((rank, *["computes ."] * 4) for rank in (2, 3)),
+            (2, "computes .", "computes m", "computes .", "computes ."),
+            *((3, "computes .", f"computes {line}", "computes x", "computes .") for line in (".", "m")),
+        ],
     ),
     "a rank is lost": (
-        lambda host, reason: watched("_why_closed", 5, 8, 1, 4, _on_host=host, _reason=lambda *_: reason),
+        lambda host, reason: told(
+            lambda stand_in: Watchdog._why_closed(Stub(_on_host=host, _reason=stand_in("_reason", reason)))
+        ),
         [(" on x", "rank 6 died"), (" on x", ""), ("", "")],
     ),
     "printed by a mode": (
@@ -460,23 +526,6 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             answers={"environment__os__getppid": iter(parents).__next__, "environment__os__getpid": lambda: 77},
         ),
         [({}, []), *(({"RANK": "2"}, parents) for parents in ([1, 1], [5, 1]))],
-    ),
-    "silent": (
-        lambda answered: watched(
-            *("_silent", 5, 12, 1, 4),
-            **{"_answered": answered, "_silent_s": 30.0, "_beats": {1: (3, 99.0), 2: (4, 40.0), 3: (9, 70.0)}},
-        ),
-        [(at,) for at in (95.0, 70.1, 70.0, 20.0)],
-    ),
-    "looks": (
-        lambda step, operations, compiles, before_s: patched(
-            lambda: watched("_look", 0, 2, 0, 2, 8.0, _at=Place(step, 1), _worked=3, _processor_s=before_s),
-            run__watchdog__progress=Stub(operations=lambda: operations, compiles=lambda: compiles, moved=lambda: 40),
-        ),
-        [
-            *((step, [], compiles, 4.9) for step in (0, 2) for compiles in (False, True)),
-            *((0, [], False, 5.0), (0, [("saving", False)], False, 3.0), (3, [("saving", True)], True, 3.0)),
-        ],
     ),
     "operations": (
         doing,

@@ -3,9 +3,11 @@
 The real train_step runs; only the text is made up.
 """
 
+import gc
 import hashlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -53,18 +55,33 @@ def digest(parameter: torch.Tensor) -> str:
 
 
 def measure(t: Session, steps: int = STEPS) -> dict[str, Any]:
-    """Losses and norms of some steps, also by block, names, and the frozen parameters before and after."""
+    """Losses and norms of some steps, also by block, names, and the frozen parameters before and after.
+
+    And how many descriptors, threads, shared mappings, process groups and hooks there are after each step.
+    """
     frozen = {name: p for name, p in t.model.named_parameters() if not p.requires_grad}
     before = {name: digest(p) for name, p in frozen.items()}
-    curve = []
+    curve, held = [], list[list[int]]()
     for step in range(1, steps + 1):
         record = train.train_step(t, step)
         check_previous_step(t)
+        held.append(
+            [
+                *(len([*Path(f"/proc/self/{kind}").iterdir()]) for kind in ("fd", "task")),
+                Path("/proc/self/maps").read_text().count("memfd:"),
+                len(torch.distributed.distributed_c10d._world.pg_map),
+                sum(
+                    len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks)
+                    for m in t.model.modules()
+                ),
+            ]
+        )
         curve.append((record.numbers.loss, record.numbers.grad_norm, record.norms_of_blocks()))
     states = t.optimizer.state.values()
     moments = [value for state in states for key, value in state.items() if key != "step"]
     return {
         "curve": curve,
+        "held": held,
         "names": list(t.model.state_dict()),
         "frozen": [before, {name: digest(p) for name, p in frozen.items()}],
         "skipped": t.scaler.skipped_steps,
@@ -76,6 +93,7 @@ def rows(process: Process, names: Sequence[str]) -> dict[str, Any]:
     """What these rows of the table measure."""
     # a micro-batch of 16 tokens, in several pieces, the last ones not full
     cpu.attention.BLOCK, cpu.loss.CHUNK = dict.fromkeys((2, 4, 8), 6), 7
+    gc.disable()  # as training does: what only the garbage collector frees counts as held
     found = {}
     for name in names:
         with muon_as_on_gpu() if CASES[name].muon_as_on_gpu else nullcontext():

@@ -108,8 +108,8 @@ ROWS = [pytest.param(name, marks=MARKS.get(name, [])) for name in CASES]
 def test_each_row_computes_the_losses_of_the_reference(name: str, results: dict[str, dict[str, Any]]) -> None:
     case, found = CASES[name], results[name]
     curve = found["curve"]
-    assert len(curve) == STEPS
-    assert found["skipped"] == 0
+    assert (len(curve), found["skipped"]) == (STEPS, 0)
+    assert found["held"][0] == found["held"][-1], "a step leaves something behind"
     if case.reference:
         loss_tolerance, norm_tolerance = TOLERANCE[case.dtype]
         for (loss, norm, blocks), (expected_loss, expected_norm, expected) in zip(curve, reference(case), strict=True):

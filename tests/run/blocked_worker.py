@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from torchtitan_lite import progress
+from tests.helpers import until
 from torchtitan_lite.config.schema import RunConfig
 from torchtitan_lite.distributed.process_group import process_group, set_group_timeouts
 from torchtitan_lite.run import run_folder, watchdog
@@ -41,20 +41,10 @@ def compile_by(action: Callable[[], object]) -> None:
     torch.compile(lambda x: 2 * x, backend=backend)(torch.ones(2))
 
 
-def hash_slowly() -> None:
-    """As on a slow disk: a few bytes at a time, and hardly any processor time."""
-    end = time.monotonic() + LONG_S
-    with progress.working("verifying its share"):
-        while time.monotonic() < end:
-            time.sleep(LIMIT_S / 10)
-            progress.advance(1)
-
-
-def stop(store: _distributed_c10d.Store, until: str = "") -> None:
+def stop(store: _distributed_c10d.Store, over: str = "") -> None:
     """SIGSTOP, and SIGCONT after this shell command, by default the end of the other rank."""
-    first = store.get("pid of rank 0").decode()
-    over = f"{until or f'while kill -0 {first}; do sleep 0.1; done'}; kill -CONT {os.getpid()}"
-    subprocess.Popen(["sh", "-c", over], stderr=subprocess.DEVNULL)
+    over = over or f"while kill -0 {store.get('pid of rank 0').decode()}; do sleep 0.1; done"
+    subprocess.Popen(["sh", "-c", f"{over}; kill -CONT {os.getpid()}"], stderr=subprocess.DEVNULL)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -64,13 +54,11 @@ def stop_all(store: _distributed_c10d.Store) -> None:
     def beats() -> int:
         return min(json.loads(store.get(watchdog._BEAT.format(rank)))[0] for rank in range(2))
 
-    while beats() < 12:
-        time.sleep(0.05)
+    until(lambda: beats() >= 12, "its first beats")
     both = f"{store.get('pid of rank 0').decode()} {os.getpid()}"
     subprocess.run(["sh", "-c", f"kill -STOP {both}; sleep {LONG_S}; kill -CONT {both}"], check=True)
     seen = beats()
-    while beats() < seen + 4:
-        time.sleep(0.05)
+    until(lambda: beats() >= seen + 4, "beats after it")
 
 
 def leave_early(watching: Watchdog, rank: int) -> None:
@@ -92,7 +80,6 @@ def receive_nothing() -> None:
 LATE: dict[str, Callable[[], object]] = {
     "compiles": lambda: compile_by(lambda: exec(SPIN)),
     "compiler hangs": lambda: compile_by(receive_nothing),
-    "hashes": hash_slowly,
     "was locked": lambda: time.sleep(LIMIT_S),
 }
 STOPS: dict[str, Callable[[_distributed_c10d.Store], object]] = {
@@ -129,8 +116,6 @@ def main(argv: Sequence[str]) -> int:
                 leave_early(watching, process.rank)
             if case != "fetches" or process.rank == 0:
                 watching.computing()
-            if case == "forward pass" and process.rank == 0:
-                watching.forward()
         if process.rank == 1:
             if case in STOPS:
                 STOPS[case](store)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.helpers import ranks, start, succeeded, tiny
+from tests.helpers import ranks, refused, start, succeeded, tiny
 from tests.run.blocked_worker import LIMITS, START_MINUTES
 from tests.run.test_faults import RUN, saved_steps
 from torchtitan_lite.distributed.lost import KILLED, explaining_lost_ranks, means_lost_rank
@@ -93,8 +93,7 @@ def test_a_lost_rank_is_explained_and_one_that_was_closed_is_not_the_first_to_fa
         monkeypatch.setenv("WORLD_SIZE", world)
         with pytest.raises(error) as caught, explaining_lost_ranks():
             raise RuntimeError(text)
-    assert str(caught.value) == f"rank 3, starting: {expected}"
-    assert getattr(caught.value, "secondary", None) == secondary
+    assert (str(caught.value), getattr(caught.value, "secondary", None)) == (f"rank 3, starting: {expected}", secondary)
     with pytest.raises(RuntimeError, match="^CUDA error"), explaining_lost_ranks():
         raise RuntimeError(NOT_LOST[0])
 
@@ -127,55 +126,43 @@ def test_a_rank_that_hangs_inside_a_save_is_named(
     fault: str, more: dict[str, Any], whom: str, text: Path, tmp_path: Path
 ) -> None:
     result = ranks(2, *tiny(text, tmp_path, **RUN, **more, run__timeout_minutes=0.15), fault=fault, timeout=90)
-    assert result.returncode != 0
     said = "saving step 5: no rank made progress for run.timeout_minutes = 0.15; the others wait for "
-    assert f"train.py: {said}{whom}. Stacks are in " in result.stderr
+    refused(result, f"train.py: {said}{whom}. Stacks are in ", code=1)
     run = tmp_path / "run"
     hanging = fault.split(":")[1]
     assert "faults/worker.py" in (run / f"stacks/rank-{hanging}.txt").read_text()
     assert (run / f"stacks/rank-{1 - int(hanging)}.txt").read_text()
     about = newest_status(run)
-    assert (about["status"], about["reason"][: len(said)]) == ("failed", said)
-    assert saved_steps(run) == []
+    assert (about["status"], about["reason"][: len(said)], saved_steps(run)) == ("failed", said, [])
 
 
 # --- ranks that are blocked where no error arrives, as under NCCL ---------------------------------------------------
 
 
-@pytest.mark.parametrize(("case", "said"), [
+@pytest.mark.parametrize(("case", "whom"), [
     ("fetches", "the others wait for rank 1 (step 4, fetching its batch). "),
-    pytest.param("forward pass", "wait for rank 1 (step 4, computing, forward pass 0). ", marks=pytest.mark.extended),
     pytest.param("compiler hangs", "all ranks are at the same place. ", marks=pytest.mark.extended),
 ])  # fmt: skip
-def test_a_rank_that_is_blocked_in_c_ends_by_itself(case: str, said: str, tmp_path: Path) -> None:
+def test_a_rank_that_is_blocked_in_c_ends_by_itself(case: str, whom: str, tmp_path: Path) -> None:
     result = ranks(2, str(tmp_path), case, entry="tests.run.blocked_worker", timeout=90)
-    assert result.returncode == 1
-    limit = f"run.timeout_minutes = {LIMITS.timeout_minutes:g}"
-    assert f"train.py: step 4: no rank made progress for {limit}; " in result.stderr
-    assert said in result.stderr
+    said = f"step 4: no rank made progress for run.timeout_minutes = {LIMITS.timeout_minutes:g}; {whom}"
+    refused(result, f"train.py: {said}", code=1)
     about = newest_status(tmp_path)
-    assert about["status"] == "failed"
-    assert said in about["reason"]
+    assert (about["status"], said in about["reason"]) == ("failed", True)
     for rank in range(2):
         assert "blocked_worker.py" in (tmp_path / f"stacks/rank-{rank}.txt").read_text()
     command = ["torch.distributed.flight_recorder.fr_trace", "--prefix", "gloo_trace_rank_", str(tmp_path / "stacks")]
     assert "collective: gloo:all_reduce\nmissing ranks: {1}\n" in start([sys.executable, "-m", *command]).stderr
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *("compiles", "leaves", "pauses", "all pause", "was locked"),
-        pytest.param("hashes", marks=pytest.mark.extended),
-    ],
-)
+@pytest.mark.parametrize("case", ["compiles", "leaves", "pauses", "all pause", "was locked"])
 def test_a_process_that_works_or_that_others_have_left_is_waited_for(case: str, tmp_path: Path) -> None:
-    """For two and a half times the limit: a compilation, and a slow disk.
+    """For more than the limit: a compilation.
 
     Or while the other one has left properly, one or both were stopped and continued, or one could not lock its file.
     """
-    said = succeeded(ranks(2, str(tmp_path), case, entry="tests.run.blocked_worker", timeout=90))
-    assert said.count(" is done") == 2
+    result = ranks(2, str(tmp_path), case, entry="tests.run.blocked_worker", timeout=90)
+    assert succeeded(result).count(" is done") == 2
     assert case == "all pause" or not (tmp_path / "stacks").exists()  # a process that stood still has written its own
 
 
@@ -189,13 +176,11 @@ def test_a_group_that_does_not_connect_is_named_before_the_model_is_built(
     fault: str, n: int, said: str, text: Path, tmp_path: Path
 ) -> None:
     command = tiny(text, tmp_path, **RUN, fsdp__dp_replicate=n // 2, run__start_timeout_minutes=0.1)
-    result = ranks(n, *command, fault=fault, timeout=90)
-    assert said.replace("HOST", os.uname().nodename) in result.stderr, result.stderr
+    refused(ranks(n, *command, fault=fault, timeout=90), said.replace("HOST", os.uname().nodename), code=1)
 
 
 def test_a_machine_that_dies_while_it_starts_ends_the_run_within_the_limit_of_a_start(tmp_path: Path) -> None:
     result = ranks(2, str(tmp_path), "stops", entry="tests.run.blocked_worker", timeout=90)
-    assert result.returncode == 1
     said = f"starting: no rank made progress for run.start_timeout_minutes = {START_MINUTES:g}; the others wait for"
-    assert f"{said} rank 1, silent for " in result.stderr
+    refused(result, f"{said} rank 1, silent for ", code=1)
     assert said in newest_status(tmp_path)["reason"]
