@@ -25,15 +25,25 @@ from tests.run.test_recorded_lines import ONE_SOURCE, PAIRS, SAMPLES, T5, config
 from torchtitan_lite import environment
 from torchtitan_lite.checkpointing import compatibility, safetensors_file, storage
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.config.schema import CompileConfig, GradScalerConfig, OptimConfig, SpikeConfig
+from torchtitan_lite.config.schema import CompileConfig, GradScalerConfig, ModelConfig, OptimConfig, SpikeConfig
 from torchtitan_lite.cpu import attention as by_blocks
+from torchtitan_lite.cpu import barrier, fused
 from torchtitan_lite.cpu import loss as in_chunks
 from torchtitan_lite.data import loader, mixture, packing, pairs, token_files
 from torchtitan_lite.data.prepare import folder, texts, tokenizer
 from torchtitan_lite.distributed import float8, recompute_and_compile
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import UserError
-from torchtitan_lite.models import attention, chunked_loss, generation, grouped_matmul, loss_operators, t5
+from torchtitan_lite.models import (
+    attention,
+    chunked_loss,
+    generation,
+    grouped_matmul,
+    kernels,
+    loss,
+    loss_operators,
+    t5,
+)
 from torchtitan_lite.models.experts import Experts
 from torchtitan_lite.optim import finite_guard, grad_scaler, spike_guard
 from torchtitan_lite.optim.optimizer import build_optimizer
@@ -43,7 +53,7 @@ from torchtitan_lite.scoring import brackets, find_tasks, statistics, task_score
 from torchtitan_lite.scoring.likelihood import Window
 from torchtitan_lite.tools import dry_run, generate, load_model, which
 
-CPU, INF, NAN = torch.device("cpu"), math.inf, math.nan
+CPU, INF, NAN, BF16 = torch.device("cpu"), math.inf, math.nan, torch.ones(2, 2, dtype=torch.bfloat16)
 Stub: Any = SimpleNamespace
 
 
@@ -71,11 +81,7 @@ def spied(name: str, shown: Callable[..., Any], call: Callable[[], Any], instead
 # --- the way that a computation takes ---------------------------------------------------------------------------
 
 
-def rows_of(length: int) -> Any:
-    return torch.zeros(1, length, 1, 1)
-
-
-def kernels(length: int, head_dim: int, capability: tuple[int, int], dtype: Any = torch.bfloat16) -> Any:
+def kernels_of(length: int, head_dim: int, capability: tuple[int, int], dtype: Any = torch.bfloat16) -> Any:
     """On a GPU: the backend that is tried first, the heads of keys, and whether the kernel shares them."""
     q, k = (OnGpu(torch.zeros(1, length, heads, head_dim, dtype=dtype)) for heads in (4, 2))
     first: list[Any] = []
@@ -244,7 +250,9 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     # the way that a computation takes
     "attention on a CPU": (
         lambda n, window=0, keys=0, mask=None, dropout=0.0: patched(
-            lambda: by_blocks.attend(rows_of(n), rows_of(keys or n), rows_of(keys or n), mask, dropout, window),
+            lambda: by_blocks.attend(
+                torch.zeros(1, n, 1, 1), k := torch.zeros(1, keys or n, 1, 1), k, mask, dropout, window
+            ),
             cpu__attention__block_attention=lambda *given: f"blocks {given[3]}",
             models__attention__attend=lambda *_, **given: f"SDPA {given}",
         ),
@@ -255,7 +263,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ],
     ),
     "attention on a GPU": (
-        kernels,
+        kernels_of,
         [
             *((n, 192, (9, 0)) for n in (127, 128, 129, 256)),
             *((128, n, (9, 0)) for n in (191, 193)),
@@ -368,6 +376,16 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             told,
         ][-1],
         [("adamw", withheld) for withheld in (True, False)],
+    ),
+    "update of SGD": (
+        lambda lr: [
+            model := torch.nn.Linear(2, 1, bias=False),
+            optimizer := build_optimizer(model, OptimConfig(name="sgd", weight_decay=0)),
+            patched(lambda: setattr(model.weight, "grad", torch.tensor([[3.0, 4.0]]))),
+            patched(lambda: optimizer.update(1, lr, torch.ones(()), torch.tensor(False), measure=True)),
+            vars(optimizer)["update_norms"][model.weight].item(),
+        ][-1],
+        [(0.5,)],
     ),
     "spike limit": (
         lambda *given: min(spike_guard.limit(*given), 1e9),
@@ -498,7 +516,88 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [(True, 2, 8), (True, 2, 33), (False, 2, 8)],
     ),
+    "the kernel of the loss": (
+        lambda factor: patched(
+            lambda: kernels.kernel_works.__wrapped__(CPU, torch.float32, 91),
+            models__kernels__launch=lambda *given: factor * loss.plain_logits_to_gradient_(*given),
+            models__kernels__torch__cuda__get_sync_debug_mode=lambda: 0,
+            models__kernels__torch__cuda__set_sync_debug_mode=lambda _: None,
+            models__kernels__warnings__warn=lambda *_, **__: None,
+        ),
+        [(1.0,), (1.01,)],
+    ),
+    "the loss of a GPU": (
+        lambda works: patched(
+            lambda: str(loss_operators._on_cuda(torch.zeros(1, 2), torch.zeros(1).long(), -7, True, 0.5)),
+            models__kernels__kernel_works=lambda *_: works,
+            models__kernels__launch=lambda *given: f"kernel {given[2:]}",
+        ),
+        [(True,), (False,)],
+    ),
+    "sums in float32": (
+        lambda first, adds: patched(
+            lambda: [
+                total := torch.full((2, 2), 3.0),
+                result(lambda: loss_operators.add_matmul_(total, BF16, BF16, first=first), ()),
+                total.tolist(),
+            ][2],
+            models__loss_operators__of_gpu=lambda _: True,
+            models__kernels__adds_in_place=lambda *_: adds,
+            models__loss_operators__torch__mm=lambda a, b, out=None, **_: (
+                a.float() @ b.float() if out is None else out.copy_(a.float() @ b.float())
+            ),
+            models__loss_operators__torch__addmm=lambda total, a, b, out, **_: out.copy_(
+                total + 10 * a.float() @ b.float()
+            ),
+        ),
+        [(True, True), (False, True), (False, False)],
+    ),
+    "adds in place": (
+        lambda error: patched(
+            lambda: kernels.adds_in_place.__wrapped__(CPU, torch.bfloat16),
+            models__kernels__torch__addmm=Mock(side_effect=error),
+        ),
+        [(None,), (RuntimeError,), (TypeError,)],
+    ),
+    "fused": (
+        lambda eps, affine: fused.RMSNorm(2, eps, affine)(torch.tensor([0.0, 2.0])).tolist(),
+        [(None, True), (1.0, False), (1.0, True)],
+    ),
+    "on another device": (
+        lambda: [
+            patched(
+                lambda: fused.rotate(torch.ones(1, 1, 1, 2, device="meta"), *torch.zeros(2, 1, 2)),
+                models__llama__rotate=lambda *_: "not fused",
+            ),
+            patched(
+                lambda: in_chunks.chunked_cross_entropy(torch.ones(1, device="meta"), one := torch.ones(1), one, 0.5),
+                models__chunked_loss__chunked_cross_entropy=lambda *given: f"not on a CPU: {given[1:]}",
+            ),
+        ],
+        [()],
+    ),
+    "a full socket": (
+        lambda error: barrier.Barrier._sent(
+            Stub(_rank=1, _names=["a"], _socket=Mock(**{"sendto.side_effect": error})), 0
+        ),
+        [(None,), (BlockingIOError,), (ConnectionRefusedError,)],
+    ),
     # data and scores
+    "prompt": (
+        lambda family, prompt, prefix, begin, mark: pairs.encode_prompt(
+            Stub(encode=lambda text, **_: Stub(ids=[*map(ord, text)])),
+            prompt,
+            ModelConfig(family=family, max_seq_len=4),
+            prefix,
+            begin,
+            mark,
+        ),
+        [
+            *(("gpt", "", "p", begin, mark) for begin, mark in (((), []), ((), [7]), ((9,), [7]))),
+            *(("gpt", text, "p", (9,), [7]) for text in ("ab", "\tab", "abc", "x" * 50)),
+            *(("t5", text, "p", (9,), [7]) for text in ("", "a", "pa", "ab", "pab", "\a", "abc")),
+        ],
+    ),
     "thread of batches": (
         lambda device: spied(
             "data__loader__ThreadPoolExecutor",
