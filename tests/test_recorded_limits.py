@@ -25,13 +25,20 @@ from tests.run.test_recorded_lines import ONE_SOURCE, PAIRS, SAMPLES, T5, config
 from torchtitan_lite import environment
 from torchtitan_lite.checkpointing import compatibility, safetensors_file, storage
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.config.schema import CompileConfig, GradScalerConfig, ModelConfig, OptimConfig, SpikeConfig
+from torchtitan_lite.config.schema import (
+    CompileConfig,
+    FsdpConfig,
+    GradScalerConfig,
+    ModelConfig,
+    OptimConfig,
+    SpikeConfig,
+)
 from torchtitan_lite.cpu import attention as by_blocks
 from torchtitan_lite.cpu import barrier, fused
 from torchtitan_lite.cpu import loss as in_chunks
 from torchtitan_lite.data import loader, mixture, packing, pairs, token_files
 from torchtitan_lite.data.prepare import folder, texts, tokenizer
-from torchtitan_lite.distributed import float8, recompute_and_compile
+from torchtitan_lite.distributed import float8, fsdp, process_group, recompute_and_compile
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.models import (
@@ -308,6 +315,10 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [*((1.0, value, 2.0) for value in (3.0, INF, NAN))],
     ),
+    "as many as fit": (
+        lambda n: len([*generation.new_tokens(model_of(torch.zeros(1, 1, 2)), n * [1], 20, lambda _: 0)]),
+        [(1,), (8,), (9,)],
+    ),
     "bits of a resume": (
         lambda world, local, values: {
             key: value
@@ -491,6 +502,32 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             Stub(model=Stub(config=Stub(max_seq_len=limit)), config=None, source="x"), seq_len
         ),
         [*((n, 0) for n in (2047, 2048, 2049)), (16, 16), (16, 17)],
+    ),
+    "offloaded": (
+        lambda pin: spied(
+            "distributed__fsdp__CPUOffloadPolicy",
+            lambda **given: given,
+            lambda: fsdp.apply_fsdp(Stub(), Stub(shape=[1]), FsdpConfig(cpu_offload=True, pin_memory=pin)),
+            Mock(side_effect=UserError("not further")),
+            distributed__fsdp__groups_of=lambda *_: [],
+            distributed__fsdp__column_placement=lambda *_: None,
+        ),
+        [(True,), (False,)],
+    ),
+    "timeouts of groups": (
+        lambda *minutes: [
+            told := list[str](),
+            patched(
+                lambda: process_group.set_group_timeouts(*minutes),
+                distributed__process_group__dist__distributed_c10d___world=Stub(
+                    pg_map=[
+                        Stub(group_desc=name, set_timeout=lambda timeout, name=name: told.append(f"{name} {timeout}"))
+                        for name in ("a", "untimed", "b")
+                    ]
+                ),
+            ),
+        ][0],
+        [(7,), ()],
     ),
     "float8 on a GPU": (
         lambda *capability: patched(

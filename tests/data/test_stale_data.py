@@ -89,4 +89,4 @@ def test_a_preparation_resumes_where_it_was(name: str, tmp_path: Path, monkeypat
     assert len(codes) > 5
     succeeds(*command, "straight")
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
-    assert {str(tmp_path), *(f"{tmp_path}/straight.partial/{split}.idx" for split in ("train", "val"))} <= {*synced}
+    assert {str(tmp_path), *(f"{tmp_path}/straight.partial{of}" for of in ("", "/train.idx", "/val.idx"))} <= {*synced}
