@@ -7,6 +7,7 @@ import io
 import json
 import math
 import pkgutil
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,22 +25,42 @@ from tests.run.test_recorded_lines import ONE_SOURCE, PAIRS, SAMPLES, T5, config
 from torchtitan_lite import environment
 from torchtitan_lite.checkpointing import compatibility, safetensors_file, storage
 from torchtitan_lite.checkpointing.state import TrainState
-from torchtitan_lite.config.schema import GradScalerConfig, SpikeConfig
+from torchtitan_lite.config.schema import (
+    CompileConfig,
+    FsdpConfig,
+    GradScalerConfig,
+    ModelConfig,
+    OptimConfig,
+    SpikeConfig,
+)
 from torchtitan_lite.cpu import attention as by_blocks
+from torchtitan_lite.cpu import barrier, fused
 from torchtitan_lite.cpu import loss as in_chunks
-from torchtitan_lite.data import mixture, pairs, token_files
-from torchtitan_lite.data.prepare import texts
+from torchtitan_lite.data import loader, mixture, packing, pairs, token_files
+from torchtitan_lite.data.prepare import folder, texts, tokenizer
+from torchtitan_lite.distributed import float8, fsdp, process_group, recompute_and_compile
 from torchtitan_lite.distributed.process_group import Process
-from torchtitan_lite.models import attention, chunked_loss, generation, grouped_matmul, loss_operators, t5
+from torchtitan_lite.errors import UserError
+from torchtitan_lite.models import (
+    attention,
+    chunked_loss,
+    generation,
+    grouped_matmul,
+    kernels,
+    loss,
+    loss_operators,
+    t5,
+)
 from torchtitan_lite.models.experts import Experts
 from torchtitan_lite.optim import finite_guard, grad_scaler, spike_guard
+from torchtitan_lite.optim.optimizer import build_optimizer
 from torchtitan_lite.optim.step_record import Numbers, StepRecord
 from torchtitan_lite.run import between_steps, metrics, mfu, session
-from torchtitan_lite.scoring import brackets, find_tasks, statistics, task_scores
+from torchtitan_lite.scoring import brackets, find_tasks, statistics, task_scores, validation
 from torchtitan_lite.scoring.likelihood import Window
 from torchtitan_lite.tools import dry_run, generate, load_model, which
 
-CPU, INF, NAN = torch.device("cpu"), math.inf, math.nan
+CPU, INF, NAN, BF16 = torch.device("cpu"), math.inf, math.nan, torch.ones(2, 2, dtype=torch.bfloat16)
 Stub: Any = SimpleNamespace
 
 
@@ -67,11 +88,7 @@ def spied(name: str, shown: Callable[..., Any], call: Callable[[], Any], instead
 # --- the way that a computation takes ---------------------------------------------------------------------------
 
 
-def rows_of(length: int) -> Any:
-    return torch.zeros(1, length, 1, 1)
-
-
-def kernels(length: int, head_dim: int, capability: tuple[int, int], dtype: Any = torch.bfloat16) -> Any:
+def kernels_of(length: int, head_dim: int, capability: tuple[int, int], dtype: Any = torch.bfloat16) -> Any:
     """On a GPU: the backend that is tried first, the heads of keys, and whether the kernel shares them."""
     q, k = (OnGpu(torch.zeros(1, length, heads, head_dim, dtype=dtype)) for heads in (4, 2))
     first: list[Any] = []
@@ -206,10 +223,11 @@ def listed(n_steps: int, n_rows: int, n_characters: int) -> Any:
 def held_out(n: int) -> Any:
     """Every how many documents are read, and the tokens of each that are."""
     data = Stub(folder=Path(), sources=[Stub(name="s", folder=Path(), meta=Stub(files={}, val_documents=n))])
-    read = lambda *given: [[*given[3:]]]  # noqa: E731
-    more = {"bpe__load": lambda _: Stub(decode=lambda tokens, **_: tokens), "documents": read}
-    more = {f"scoring__find_tasks__{name}": value for name, value in more.items()}
-    return patched(lambda: [*find_tasks.held_out_documents("x", data)], **more)
+    return patched(
+        lambda: [*find_tasks.held_out_documents("x", data)],
+        scoring__find_tasks__bpe__load=lambda _: Stub(decode=lambda tokens, **_: tokens),
+        scoring__find_tasks__documents=lambda *given: [[*given[3:]]],
+    )
 
 
 def about_brackets(*counts: int) -> Any:
@@ -223,10 +241,25 @@ EVEN = {"action": "skip", "loss_deviations": 6.25, "norm_deviations": 12.5}  # l
 COMPILED = "compile", "block_attention"
 STRIDES = (8, 1), (12, 1), (4, 1), (16, 8), (16, 3)
 CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
+    # without comments: tests replace many of them by smaller ones
+    "numbers of the package": (
+        lambda package: {
+            f"{file.parent.name}/{file.name}": found
+            for file in sorted((Path(environment.__file__).parent.parent / package).rglob("*.py"))
+            if (
+                found := re.findall(
+                    r"^(_?[A-Z][A-Z0-9_, ]*(?:: Final)? = [-(]*\d.*?) *(?:#.*)?$", file.read_text(), re.M
+                )
+            )
+        },
+        [("torchtitan_lite",)],
+    ),
     # the way that a computation takes
     "attention on a CPU": (
         lambda n, window=0, keys=0, mask=None, dropout=0.0: patched(
-            lambda: by_blocks.attend(rows_of(n), rows_of(keys or n), rows_of(keys or n), mask, dropout, window),
+            lambda: by_blocks.attend(
+                torch.zeros(1, n, 1, 1), k := torch.zeros(1, keys or n, 1, 1), k, mask, dropout, window
+            ),
             cpu__attention__block_attention=lambda *given: f"blocks {given[3]}",
             models__attention__attend=lambda *_, **given: f"SDPA {given}",
         ),
@@ -237,7 +270,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ],
     ),
     "attention on a GPU": (
-        kernels,
+        kernels_of,
         [
             *((n, 192, (9, 0)) for n in (127, 128, 129, 256)),
             *((128, n, (9, 0)) for n in (191, 193)),
@@ -282,6 +315,10 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [*((1.0, value, 2.0) for value in (3.0, INF, NAN))],
     ),
+    "as many as fit": (
+        lambda n: len([*generation.new_tokens(model_of(torch.zeros(1, 1, 2)), n * [1], 20, lambda _: 0)]),
+        [(1,), (8,), (9,)],
+    ),
     "bits of a resume": (
         lambda world, local, values: {
             key: value
@@ -323,6 +360,43 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             *((False, 1.0, 2.0, [INF, 1.0, -INF], *skipped) for skipped in (([3],), ([4],), ([4], 2), ([3, 4], 2))),
             *((False, 1.0, INF, [1.0], skipped, most) for skipped, most in (([3], 0), ([4], 1))),
         ],
+    ),
+    "loss scale": (
+        lambda scale, good, overflow: [
+            scaler := grad_scaler.GradScaler(
+                GradScalerConfig(growth_interval=3), True, CPU, {"scale": scale, "good_steps": good}
+            ),
+            scaler.update(torch.tensor(overflow)),
+            scaler.state_dict(),
+        ][2],
+        [
+            *((4.0, good, overflow) for good in (0, 1, 2) for overflow in (True, False)),
+            *((2.0**n, 2, False) for n in (99, 100)),
+        ],
+    ),
+    "balance of experts": (
+        lambda name, withheld: [
+            model := torch.nn.Linear(2, 1),
+            told := list[str](),
+            vars(model).update(balance=lambda summed, held: told.append(f"{summed.__name__} {held}")),
+            patched(
+                lambda: build_optimizer(model, OptimConfig(name=name)).update(
+                    1, 0.1, torch.ones(()), torch.tensor(withheld)
+                )
+            ),
+            told,
+        ][-1],
+        [("adamw", withheld) for withheld in (True, False)],
+    ),
+    "update of SGD": (
+        lambda lr: [
+            model := torch.nn.Linear(2, 1, bias=False),
+            optimizer := build_optimizer(model, OptimConfig(name="sgd", weight_decay=0)),
+            patched(lambda: setattr(model.weight, "grad", torch.tensor([[3.0, 4.0]]))),
+            patched(lambda: optimizer.update(1, lr, torch.ones(()), torch.tensor(False), measure=True)),
+            vars(optimizer)["update_norms"][model.weight].item(),
+        ][-1],
+        [(0.5,)],
     ),
     "spike limit": (
         lambda *given: min(spike_guard.limit(*given), 1e9),
@@ -429,7 +503,217 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [*((n, 0) for n in (2047, 2048, 2049)), (16, 16), (16, 17)],
     ),
+    "offloaded": (
+        lambda pin: spied(
+            "distributed__fsdp__CPUOffloadPolicy",
+            lambda **given: given,
+            lambda: fsdp.apply_fsdp(Stub(), Stub(shape=[1]), FsdpConfig(cpu_offload=True, pin_memory=pin)),
+            Mock(side_effect=UserError("not further")),
+            distributed__fsdp__groups_of=lambda *_: [],
+            distributed__fsdp__column_placement=lambda *_: None,
+        ),
+        [(True,), (False,)],
+    ),
+    "timeouts of groups": (
+        lambda *minutes: [
+            told := list[str](),
+            patched(
+                lambda: process_group.set_group_timeouts(*minutes),
+                distributed__process_group__dist__distributed_c10d___world=Stub(
+                    pg_map=[
+                        Stub(group_desc=name, set_timeout=lambda timeout, name=name: told.append(f"{name} {timeout}"))
+                        for name in ("a", "untimed", "b")
+                    ]
+                ),
+            ),
+        ][0],
+        [(7,), ()],
+    ),
+    "float8 on a GPU": (
+        lambda *capability: patched(
+            lambda: float8.convert(Stub(), Stub(device_type="cuda")),
+            distributed__float8__torch__cuda__get_device_capability=lambda: capability,
+            distributed__float8__torch__cuda__get_device_name=lambda: "NVIDIA A100",
+            distributed__float8__logging__getLogger=Mock(side_effect=UserError("it has float8")),
+        ),
+        [(8, 0), (8, 8), (8, 9), (9, 0)],
+    ),
+    "compiled": (
+        lambda enabled, n, limit: patched(
+            lambda: [
+                calls := list[Any](),
+                patched(
+                    lambda: recompute_and_compile.apply_compile(
+                        Stub(layers=[Stub(compile=lambda **how: calls.append(how))] * n), CompileConfig(enabled=enabled)
+                    )
+                ),
+                vars(torch.compiler.config),
+            ][::2],
+            distributed__recompute_and_compile__torch__compiler__config=Stub(recompile_limit=limit),
+        ),
+        [(True, 2, 8), (True, 2, 33), (False, 2, 8)],
+    ),
+    "the kernel of the loss": (
+        lambda factor: patched(
+            lambda: kernels.kernel_works.__wrapped__(CPU, torch.float32, 91),
+            models__kernels__launch=lambda *given: factor * loss.plain_logits_to_gradient_(*given),
+            models__kernels__torch__cuda__get_sync_debug_mode=lambda: 0,
+            models__kernels__torch__cuda__set_sync_debug_mode=lambda _: None,
+            models__kernels__warnings__warn=lambda *_, **__: None,
+        ),
+        [(1.0,), (1.01,)],
+    ),
+    "the loss of a GPU": (
+        lambda works: patched(
+            lambda: str(loss_operators._on_cuda(torch.zeros(1, 2), torch.zeros(1).long(), -7, True, 0.5)),
+            models__kernels__kernel_works=lambda *_: works,
+            models__kernels__launch=lambda *given: f"kernel {given[2:]}",
+        ),
+        [(True,), (False,)],
+    ),
+    "sums in float32": (
+        lambda first, adds: patched(
+            lambda: [
+                total := torch.full((2, 2), 3.0),
+                result(lambda: loss_operators.add_matmul_(total, BF16, BF16, first=first), ()),
+                total.tolist(),
+            ][2],
+            models__loss_operators__of_gpu=lambda _: True,
+            models__kernels__adds_in_place=lambda *_: adds,
+            models__loss_operators__torch__mm=lambda a, b, out=None, **_: (
+                a.float() @ b.float() if out is None else out.copy_(a.float() @ b.float())
+            ),
+            models__loss_operators__torch__addmm=lambda total, a, b, out, **_: out.copy_(
+                total + 10 * a.float() @ b.float()
+            ),
+        ),
+        [(True, True), (False, True), (False, False)],
+    ),
+    "adds in place": (
+        lambda error: patched(
+            lambda: kernels.adds_in_place.__wrapped__(CPU, torch.bfloat16),
+            models__kernels__torch__addmm=Mock(side_effect=error),
+        ),
+        [(None,), (RuntimeError,), (TypeError,)],
+    ),
+    "fused": (
+        lambda eps, affine: fused.RMSNorm(2, eps, affine)(torch.tensor([0.0, 2.0])).tolist(),
+        [(None, True), (1.0, False), (1.0, True)],
+    ),
+    "on another device": (
+        lambda: [
+            patched(
+                lambda: fused.rotate(torch.ones(1, 1, 1, 2, device="meta"), *torch.zeros(2, 1, 2)),
+                models__llama__rotate=lambda *_: "not fused",
+            ),
+            patched(
+                lambda: in_chunks.chunked_cross_entropy(torch.ones(1, device="meta"), one := torch.ones(1), one, 0.5),
+                models__chunked_loss__chunked_cross_entropy=lambda *given: f"not on a CPU: {given[1:]}",
+            ),
+        ],
+        [()],
+    ),
+    "a full socket": (
+        lambda error: barrier.Barrier._sent(
+            Stub(_rank=1, _names=["a"], _socket=Mock(**{"sendto.side_effect": error})), 0
+        ),
+        [(None,), (BlockingIOError,), (ConnectionRefusedError,)],
+    ),
     # data and scores
+    "prompt": (
+        lambda family, prompt, prefix, begin, mark: pairs.encode_prompt(
+            Stub(encode=lambda text, **_: Stub(ids=[*map(ord, text)])),
+            prompt,
+            ModelConfig(family=family, max_seq_len=4),
+            prefix,
+            begin,
+            mark,
+        ),
+        [
+            *(("gpt", "", "p", begin, mark) for begin, mark in (((), []), ((), [7]), ((9,), [7]))),
+            *(("gpt", text, "p", (9,), [7]) for text in ("ab", "\tab", "abc", "x" * 50)),
+            *(("t5", text, "p", (9,), [7]) for text in ("", "a", "pa", "ab", "pab", "\a", "abc")),
+        ],
+    ),
+    "thread of batches": (
+        lambda device: spied(
+            "data__loader__ThreadPoolExecutor",
+            lambda *given: str(given[2:]).partition(" at 0x")[0],
+            lambda: loader.PrefetchingLoader(Stub(), torch.device(device)),
+        ),
+        [("cpu",), ("cuda",)],
+    ),
+    "batches of a validation": (
+        lambda n, device: spied(
+            "scoring__validation__PrefetchingLoader__close",
+            lambda ahead: ahead._loader.pin,
+            lambda: [
+                *validation.Validation(
+                    loader.Loader(Stub(), micro_batch_size=1, rank=0, world_size=1, seed=0), n, torch.ones(1), Stub()
+                ).micro_batches(torch.device(device))
+            ],
+            data__loader__torch__cuda__set_device=lambda _: None,
+        ),
+        [(0, "cpu"), (0, "cuda")],
+    ),
+    "a validation is compiled": (
+        lambda: spied(
+            "scoring__validation__evaluating",
+            lambda _, **more: more,
+            lambda: validation.evaluate(Stub(), Stub(bytes_per_token=[1]), CPU),
+            Mock(side_effect=UserError("not further")),
+        ),
+        [()],
+    ),
+    "files of tokens": (
+        lambda: spied(
+            "data__token_files__weakref__finalize",
+            lambda _, close, n: [close.__name__, n],
+            lambda: token_files.TokenFiles(Path("d"), Stub(vocab_size=9), "val"),
+            lambda *_: None,
+            data__token_files__os__open=lambda path, _: str(path),
+        ),
+        [()],
+    ),
+    "named if a disk fails": (
+        lambda: [
+            spied(
+                "data__token_files__naming",
+                str,
+                lambda: token_files.TokenFiles.read(
+                    Stub(path="d/val.bin", _dtype=np.dtype("u2"), _vocab_size=9, _descriptor=77), 0, 3
+                ),
+                lambda _: contextlib.nullcontext(),
+                data__token_files__os__pread=lambda *_: bytes(6),
+            ),
+            spied(
+                "data__prepare__folder__naming",
+                str,
+                lambda: folder.Writer._write(
+                    Stub(_folder=Path("d"), _streams={"a": io.BytesIO()}, _progress=Stub(sizes={"a": 0})), "a", b"x"
+                ),
+                lambda _: contextlib.nullcontext(),
+            ),
+        ],
+        [()],
+    ),
+    "files of packed documents": (
+        lambda *ends: spied(
+            "data__packing__flush_to_disk",
+            lambda file: file.tell(),
+            lambda: packing._write(np.array(ends), 4, Stub(with_suffix=lambda _: Stub(open=lambda _: io.BytesIO()))),
+            lambda _: None,
+        ),
+        [(3, 9, 10)],
+    ),
+    "texts of a tokenizer": (
+        lambda size, limit: patched(
+            lambda: [*tokenizer.training_texts([texts.Corpus(())], [limit])],
+            data__prepare__texts__Corpus__size=size,
+            data__prepare__tokenizer__usable=lambda *_: [Stub(hash=h, texts=[h]) for h in (4, 5, 2**31, 2**32 + 6)],
+        ),
+        [*((n, 0) for n in (0, 2**27, 2**27 + 1, 2**28)), (2**28, 5)],
+    ),
     "block of text": (
         lambda n: patched(lambda: texts.Corpus(()).block, data__prepare__texts__Corpus__size=n),
         [(n,) for n in (0, 16_399, 16_400, 16_416, 2**20 - 1, 2**20, 2**20 + 16)],

@@ -87,9 +87,11 @@ def compare(_world: Process, piece: int) -> None:
 
 
 def in_turns(_world: Process, times: int) -> None:
-    """No rank leaves a barrier before all have entered it."""
+    """No rank leaves a barrier before all have entered it. What is mapped is closed."""
     group: Any = dist.group.WORLD
-    shared = SharedMemory(group, slot=64)
+    with patch.object(os, "close", wraps=os.close) as closed:
+        shared = SharedMemory(group, slot=64)
+    assert closed.call_count == 1 + (shared.rank == 0)
     ((_, slots),) = shared.pieces(1, torch.int64)
     seen = slots[:, 0]
     for number in range(1, times):

@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed.distributed_cases import sharded
 from torchtitan_lite.config.schema import FsdpConfig, ModelConfig
@@ -36,7 +37,7 @@ def gathers(reshard: bool, spare: int, more: dict[str, Any]) -> tuple[list[int],
         found.append(0)
         with evaluating.generating(model, config.model_copy(update=more), cpu):
             made = list(new_tokens(model, [1, 2], TOKENS, lambda logits: int(logits.argmax())))
-        # FSDP2 gathers the head once too often in the backward after an evaluation
+        # before torch 2.13, FSDP2 gathers the head once too often in the backward after an evaluation
         for _ in range(2):
             found.append(0)
             model(tokens, tokens).backward()
@@ -54,7 +55,7 @@ def test_generation_gathers_each_group_once_if_all_fit(
     reshard: bool, spare: int, more: dict[str, Any], expected: int
 ) -> None:
     with fake_world(2):  # what is gathered means nothing
-        (before, during, _, after), made = gathers(reshard, spare, more)
+        (before, during, first, after), made = gathers(reshard, spare, more)
     assert during == expected
-    assert before == after, "training is as it was"
+    assert before == after == first - (not hasattr(FSDPModule, "reset_iter_state")), "training is as it was"
     assert len(made) == TOKENS

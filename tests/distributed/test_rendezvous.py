@@ -42,8 +42,9 @@ def test_a_restart_meets_under_a_prefix_of_its_own() -> None:
         return store.get(key) if store.check([key]) else b""
 
     first, second = attempt(0, 1, 2), attempt(1, 2, 0)
-    with pytest.raises(dist.DistStoreError, match="missing: rank 1, 2"):
-        _store_of_this_attempt(store, 0, 3, SHORT)
+    for rank, said in ((0, "missing: rank 1, 2"), (1, "rank 0 did not confirm")):
+        with pytest.raises(dist.DistStoreError, match=said):
+            _store_of_this_attempt(store, rank, 3, SHORT)
     for number, stores in enumerate((first, second, attempt(1, 2, 0))):
         stores[2].set("key", str(number))
         assert [each.get("key") for each in stores] == 3 * [str(number).encode()]

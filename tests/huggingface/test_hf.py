@@ -156,7 +156,10 @@ def test_import_opens_the_weights_and_says_what_a_start_would_say(theirs: Path, 
     weights = load_file(theirs / MODEL)
     name = next(name for name in weights if ".mlp." in name)
     cases: dict[str, tuple[dict[str, bytes | None], str]] = {  # folder -> its other files, and what is said
-        "bin": ({MODEL: None, "pytorch_model.bin": b""}, "model.bin has the weights in a different format: from_pret"),
+        **{
+            f"in {name}": ({MODEL: None, name: b""}, f"{name} has the weights in a different format: from_pret")
+            for name in ("model.bin", "model.pt", "model.pth", "model.gguf", "tf_model.h5", "flax_model.msgpack")
+        },
         "shard": ({hf.INDEX: b'{"weight_map": {"a": "a.safetensors"}}'}, "a.safetensors can't .*index.json names it"),
         "adapter": ({"config.json": None, "adapter_config.json": b""}, "is of a LoRA adapter: merge_and_unload"),
         "unmerged": (
@@ -170,6 +173,7 @@ def test_import_opens_the_weights_and_says_what_a_start_would_say(theirs: Path, 
         "cut": ({MODEL: (theirs / MODEL).read_bytes()[:-1]}, "safetensors can't be read: Error while deserializing"),
         "pointer": ({MODEL: b"version https://git-lfs.github.com/spec/v1"}, "is a pointer of Git LFS; git lfs pull"),
         "renamed": ({MODEL: None, "consolidated.safetensors": b""}, "consolidated.safetensors is not read, because"),
+        "part": ({MODEL: None, "model-1-of-2.safetensors": b""}, "model-1-of-2.safetensors is not read, because"),
         "above": (
             {"config.json": None, "sub/config.json": b""},
             "above/sub/config.json is of a model: name its folder",
@@ -184,7 +188,13 @@ def test_import_opens_the_weights_and_says_what_a_start_would_say(theirs: Path, 
         "wrapped": (
             {
                 MODEL: save(
-                    {f"module._orig_mod.{name.replace('.mlp', '._orig_mod.mlp')}": weights[name] for name in weights}
+                    {
+                        "base_model.model.module."
+                        + name.replace(".0.", ".0._fsdp_wrapped_module._checkpoint_wrapped_module.").replace(
+                            ".mlp", "._orig_mod.mlp"
+                        ): weights[name]
+                        for name in weights
+                    }
                 )
             },
             "",

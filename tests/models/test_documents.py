@@ -79,8 +79,8 @@ def test_the_mask_for_gpus_is_what_create_block_mask_makes(length: int, window: 
     dense = within_documents(positions, dense=True, window=window)[:, 0]
     assert window == 0 or dense.sum(-1).max() == min(window, length)
     expected = create_block_mask(lambda b, _, q, k: dense[b, q, k], 3, None, length, length, device="cpu")
-    assert found.seq_lengths == expected.seq_lengths
-    assert found.BLOCK_SIZE == expected.BLOCK_SIZE
+    assert (found.seq_lengths, found.BLOCK_SIZE) == (expected.seq_lengths, expected.BLOCK_SIZE)
+    assert found.mask_mod(torch.arange(3)[:, None, None], 0, places[0, :, None], places[0]).equal(dense)
     for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "q_indices"):
         ours, theirs = getattr(found, name), getattr(expected, name)
         assert ours.dtype == theirs.dtype

@@ -89,14 +89,16 @@ def test_without_triton_a_gpu_computes_the_same_with_plain_operators(
     kernel: Callable[..., Tensor], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or with a kernel of another gradient. And warns, once. Rows are computed in groups: the operators copy them."""
+    modes = list[str]()
     monkeypatch.setattr(kernels, "launch", kernel)
     monkeypatch.setattr(loss_operators, "PLAIN_ROWS", 3)
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: "error")
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     logits, targets = torch.randn(7, 91), torch.tensor([0, 90, 5, IGNORE, 7, 8, 9])
     expected = logits.clone()
     losses = loss_operators.logits_to_gradient_(expected, targets, IGNORE, True, 0.01)
     with pytest.warns(UserWarning, match=f"without its GPU kernel, which is slower: {why}"):
         found = loss_operators._on_cuda(logits, targets, IGNORE, True, 0.01)
     torch.testing.assert_close((found, logits), (losses, expected))
+    assert modes == ["default", "error"], "as it was"
     kernels.kernel_works.cache_clear()

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
+from torch import _dynamo
+from torch import distributed as dist
 
 from tests.helpers import ranks, refused, start, succeeded, tiny
 from tests.run.blocked_worker import LIMITS, START_MINUTES
@@ -37,6 +38,12 @@ LOST = [
     GLOO + "pair.cc:355] writev [10.0.0.2]:4242: Broken pipe",
     GLOO + "unbound_buffer.cc:80] Application timeout caused pair closure",
     GLOO + "buffer.cc:80] Read timeout [10.0.0.2]:4242",
+    GLOO + "pair.cc:144] Connection refused",
+    GLOO + "pair.cc:144] Socket closed [10.0.0.2]:4242",
+    GLOO + "pair.cc:144] Write timeout [10.0.0.2]:4242",
+    "Socket Timeout",
+    "Timeout waiting for key: default_pg/0/0 after 1800000 ms",
+    GLOO + "buffer.cc:150] Operation timed out!",
     "Connect timeout [10.0.0.2]:4242",
     "Rank 1 timed out in monitoredBarrier after 3000 ms.",
     "Wait timeout",
@@ -49,6 +56,7 @@ LOST = [
     dist.DistBackendError(NCCL.format("unhandled system error", "SystemError")),
 ]
 NOT_LOST = [
+    _dynamo.exc.TorchDynamoException("while reading the code: # Broken pipe"),
     "CUDA error: peer access is already enabled",
     "CUDA error: peer mapping resources exhausted",
     "CUDA error: peer access is not supported between these two devices",
