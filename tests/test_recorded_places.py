@@ -340,7 +340,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             *((0, f"connects {line}", "connects .") for line in (".", ".13m.", ".14m.", "m")),
             # without an answer of the store, and with few
             *((1, "computes .", f"computes {line}") for line in ("?", ".20?", "?3m?", "?20.", "?21.", "?.3?.3?.3?.")),
-            (1, "starts .", "starts ?"),
+            *((1, "starts .", "starts ?"), (2, "computes .", "computes x", "computes .30?")),
             # the first rank of a machine decides, unless it is stopped
             *((1, f"computes {line}", "computes .") for line in (".", ".20x", ".20x3.", "x", "m")),
             *((rank, *["computes ."] * 4) for rank in (2, 3)),
