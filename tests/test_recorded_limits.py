@@ -158,7 +158,7 @@ def logged(mean: float | None, loss: float, norm: float, of_ranks: list[float], 
         norms_of_blocks=dict,
     )
     meter = Stub(lap=lambda _: lap, mean_loss=lambda: mean, started=0.0, first_step=5, loss_since=torch.ones(2))
-    log = Stub(record=said.append, info=lambda line, **_: said.append(line[:60]))
+    log = Stub(record=said.append, info=lambda line, **_: said.append(line.rpartition(" (")[0]))
     state = planned(SAMPLES if loads else ONE_SOURCE, 60)[-1][-1]
     s = Stub(state=replace(state, step=6, tokens=96), process=Stub(device=torch.device("cuda") if loads else CPU))
     meter.peak_tokens_per_second = 128.0 if loads else 0.0
@@ -174,9 +174,10 @@ def logged(mean: float | None, loss: float, norm: float, of_ranks: list[float], 
 
 
 def mean_with(total: float, since: list[float]) -> Any:
-    meter = metrics.Meter(TrainState(loss_since=since), CPU)
+    """Of a run that has resumed after step 5, also the tokens from then on."""
+    meter = metrics.Meter(TrainState(step=5, tokens=64, loss_since=since), CPU, 7.0)
     meter.add_loss(torch.tensor(total, dtype=torch.float64), 4)
-    return [meter.loss_since.tolist(), meter.mean_loss()]
+    return [meter.loss_since.tolist(), meter.mean_loss(), meter.first_step, *(meter.lap(n).tokens for n in (96, 100))]
 
 
 # --- what is said -----------------------------------------------------------------------------------------------

@@ -482,6 +482,17 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         doing,
         [(("saving step 5", True), ("writing x", False)), (("a", True),), (("a", False), ("b", True))],
     ),
+    "bytes that were moved": (
+        lambda text: told(
+            lambda _: progress.moved(),
+            answers={"progress___bytes": 3, "progress__Path": lambda _: Stub(read_text=text)},
+        ),
+        [
+            (lambda: "rchar: 5\nread_bytes: 70\nwrite_bytes: 1\n",),
+            (lambda: "rchar: 5\n",),
+            (Path("/no/such").read_text,),
+        ],
+    ),
     "a second Ctrl-C": (
         lambda rank: told(
             lambda stand_in: patched(
@@ -703,6 +714,23 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [(1, 1.0), (2, 0.5)],
     ),
+    "rate of the API": (
+        lambda step: told(
+            lambda _: api.set_learning_rate(
+                Stub(param_groups=[]),
+                config_of(
+                    {
+                        "data.path": "x",
+                        "optim.warmup_steps": 2,
+                        "train.steps": 9,
+                        "train.phases": [{"from_step": 4, "optim": {"lr": 0.5}}],
+                    }
+                ),
+                step,
+            )
+        ),
+        [(step,) for step in (1, 4, 5, 9)],
+    ),
     "a model of the API": (
         lambda values: told(
             lambda _: api.build_model(config_of({"run.device": "cpu"} | values), 517),
@@ -849,8 +877,8 @@ def together(rank: int) -> dict[str, Any]:
     )
 
     def sampled(references: list[str]) -> Any:
-        prompts: Any = Stub(texts=["a" * 121], ids=[[1, 2]], end=0, references=references)
-        prompts.config = Stub(temperature=0.0, max_tokens=3)
+        prompts: Any = Stub(texts=["", "a" * 121], ids=[[9], [1, 2]], end=8, references=references)
+        prompts.config = Stub(temperature=0.5, max_tokens=3)
         prompts.tokenizer = Stub(decode=lambda ids: " ".join(map(str, ids)))
         sampling.sample(prompts, session)
         return [{**each, "seconds": 0} if isinstance(each, dict) else each for each in said[-2:]]
@@ -889,14 +917,19 @@ def together(rank: int) -> dict[str, Any]:
             name: (
                 lambda references=references: sampled(references),
                 {
-                    "run__sampling__time": Stub(perf_counter=iter((6.0, 7.0)).__next__),
+                    "run__sampling__time": Stub(perf_counter=iter((3.0, 5.0, 6.0, 7.0)).__next__),
                     "run__sampling__generating": lambda *_: contextlib.nullcontext(),
-                    "run__sampling__Sampler": lambda *_, seed: lambda _: 40 + rank,
-                    "run__sampling__new_tokens": lambda _model, ids, _n, agreed, _end: [agreed(ids), agreed(ids) + 1],
+                    "run__sampling__Sampler": lambda heat, seed: lambda _: 40 + rank + round(100 * heat) + seed % 1000,
+                    "run__sampling__new_tokens": lambda _model, ids, n, agreed, end: [
+                        agreed(ids),
+                        agreed(ids) + 1,
+                        n,
+                        *end,
+                    ],
                     "run__sampling__is_encoder_decoder": lambda _, references=references: bool(references),
                 },
             )
-            for name, references in (("sampled", ["b"]), ("continued", []))
+            for name, references in (("sampled", ["", "b"]), ("continued", []))
         },
         "tasks": (
             lambda: str(tasks.Tasks.from_config(config, data)),
@@ -921,7 +954,10 @@ def together(rank: int) -> dict[str, Any]:
             },
         ),
         "stopped": (
-            lambda: [start_and_end.report_end(session), *said[-2:]],
+            lambda: [
+                [vars(session.preemption).update(reason=why), start_and_end.report_end(session), *said[-2:]][1:]
+                for why in (reasons[rank], run_folder.JOINS * (rank == 1))
+            ],
             {"run__start_and_end__run_folder__record_end": lambda *given: said.append(str(given[2:]))},
         ),
         "missed": (

@@ -353,7 +353,10 @@ def said_of(
     with (folder / (".lock" if told.lock else "run.json")).open("a") as file:
         if told.locked:
             fcntl.flock(file, fcntl.LOCK_EX)
-        found["status"] = [status.main([str(folder)]), *capsys.readouterr().out.splitlines()]
+        found["status"] = [
+            *(status.main([str(folder), *more]) for more in ([], ["--json"])),
+            *capsys.readouterr().out.splitlines(),
+        ]
         found["report"] = run = tried(runs.read_run, folder)
     if isinstance(run, runs.Run):
         page = pytest.importorskip("torchtitan_lite.tools.report.page")
