@@ -163,7 +163,7 @@ def logged(mean: float | None, loss: float, norm: float, of_ranks: list[float], 
     s = Stub(state=replace(state, step=6, tokens=96), process=Stub(device=torch.device("cuda") if loads else CPU))
     meter.peak_tokens_per_second = 128.0 if loads else 0.0
     s.config = config_of({"train.steps": 9, "log.every": 3, "data.skip_samples": [[3, 9]]})
-    s.meter, s.log, s.scaler, s.phase = meter, log, Stub(enabled=False), s.config
+    s.meter, s.log, s.scaler, s.phase = meter, log, Stub(enabled=False), s.config.changed({"optim.lr": 0.25})
     s.metrics = Experts.metrics
     patched(
         lambda: between_steps.log_step(s, record),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock, patch
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ import torch
 import torchtitan_lite
 import train
 from tests.recorded import assert_recorded
-from tests.run.test_recorded_lines import BF16, PAIRS, config_of, named, result
+from tests.run.test_recorded_lines import BF16, LAST, PAIRS, config_of, named, result
 from tests.test_recorded_limits import CPU, Stub, patched
 from torchtitan_lite import api, environment, errors, progress
 from torchtitan_lite.checkpointing import find, safetensors_file, save, storage
@@ -30,8 +30,11 @@ from torchtitan_lite.distributed import evaluating, process_group
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run import (
+    between_steps,
+    checks,
     metrics,
     mfu,
+    next_phase,
     out_of_memory,
     preemption,
     resumed,
@@ -42,7 +45,7 @@ from torchtitan_lite.run import (
     start_and_end,
     tasks,
 )
-from torchtitan_lite.run.session import Periodic
+from torchtitan_lite.run.session import Periodic, Session
 from torchtitan_lite.run.watchdog import Place, RankState, Watchdog
 from torchtitan_lite.scoring import likelihood
 from torchtitan_lite.tools import checkpoints, dry_run, generate, load_model, modes, replay
@@ -52,7 +55,10 @@ from torchtitan_lite.tools.evaluation.documents import Texts
 GPU, GONE, TENSOR = torch.device("cuda", 1), "Connection closed by peer", torch.tensor
 OF_TRAIN: list[Any] = ["build", "train_step", "sharded_model"]
 LOADED = Stub(notes=["n"], config=Stub(folder="runs/x", url=""))
-NO_MODE = {"check_config": False, "print_config": False, "dry_run": True}
+FAILS, NO_MODE = (
+    Mock(side_effect=errors.SaveError("failed")),
+    {"check_config": False, "print_config": False, "dry_run": True},
+)
 
 
 def told(
@@ -72,7 +78,7 @@ def told(
     def stand_in(name: str, instead: Any = None) -> Any:
         def listed(*args: Any, **more: Any) -> Any:
             line = " ".join([name, *map(str, args), *(f"{key}={value}" for key, value in more.items())])
-            said.append(re.sub(r" at 0x\w+", "", line))
+            said.append(re.sub(r" at 0x\w+| id='\d+'", "", line))
             return instead(*args, **more) if callable(instead) else instead
 
         return listed
@@ -512,6 +518,183 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             (0, 0, 3, 0, 0, 0, 0),
             *((step, 0, 3, 5, 0, 6, 4) for step in (4, 7, 8)),
         ],
+    ),
+    "a run": (
+        lambda fails, step, missed, stops: told(
+            lambda stand_in: patch.multiple(
+                train,
+                missed_evaluations=stand_in("missed", missed),
+                run_missed=stand_in("run_missed"),
+                train=stand_in("train", FAILS if fails == "train" else None),
+                build=stand_in(
+                    "build",
+                    FAILS
+                    if fails == "build"
+                    else Stub(
+                        state=Stub(step=step),
+                        close=stand_in("closed"),
+                        preemption=MagicMock(agreed=stops),
+                        watchdog=Stub(training=contextlib.nullcontext),
+                    ),
+                ),
+            )(
+                lambda: train.run(
+                    Stub(config=Stub(train=Stub(steps=8), log="log.")),
+                    *("data", "process"),  # type: ignore[arg-type]
+                    Stub(track=stand_in("track"), close=stand_in("close the log")),
+                )
+            )(),
+            *(
+                f"run__start_and_end__{name}"
+                for name in ("require_one_run", "take_over", "report_end", "report_failure")
+            ),
+            answers={
+                "run__start_and_end__require_one_run": ["host"],
+                "run__start_and_end__report_end": 5,
+                **({f"run__start_and_end__{fails}": FAILS} if fails == "take_over" else {}),
+            },
+        ),
+        [
+            *(("", step, missed, False) for step, missed in ((3, []), (8, []), (8, ["one"]))),
+            ("", 3, ["one"], True),
+            *((stage, 3, [], False) for stage in ("build", "take_over", "train")),
+        ],
+    ),
+    "the end of its threads": (
+        lambda remote: told(
+            lambda stand_in: Session.close(
+                Stub(
+                    **{name: Stub(close=stand_in(name)) for name in ("loader", "watchdog")},
+                    checkpointer=Stub(remote=Stub(close=stand_in("remote")) if remote else None),
+                )
+            )
+        ),
+        [(True,), (False,)],
+    ),
+    "a phase": (
+        lambda compiles: told(
+            lambda stand_in: next_phase.enter(
+                Stub(
+                    **{name: name for name in ("data", "samples", "process", "scaler", "checkpointer")},
+                    config=config_of(
+                        {
+                            **{
+                                "data.path": "x",
+                                "train.phases": [{"from_step": 4}, {"from_step": 6, "optim": {"lr": 0.5}}],
+                            },
+                            **{"train.steps": 9, "optim.warmup_steps": 2, "compile.enabled": compiles},
+                            "compile.backend": "eager",
+                        }
+                    ),
+                    state=TrainState(step=6, phases=[4], spikes={"losses": [1.0]}),
+                    loader=Stub(close=stand_in("close")),
+                    guards=[Stub(state=lambda: {"skipped": [3]}), Stub(state=lambda: {"spikes": {"losses": [2.0]}})],
+                    source_losses=Stub(begin=stand_in("sources")),
+                    model=Stub(use_context=stand_in("context")),
+                    log=Stub(record=stand_in("record"), info=stand_in("info")),
+                    meter=Stub(),
+                ),
+                7,
+                stand_in("build_loader"),
+                lambda phase, process, begun, *more: stand_in("build_guards")(phase.model, begun.skipped, begun.spikes),
+            ),
+            "run__next_phase__start_and_end__peak_tokens_per_second",
+            answers={
+                "run__next_phase__check_previous_step": lambda s: s.log.info(f"seen by {len(s.guards)} guards"),
+                "run__next_phase__phases__place_lines": lambda state: [f"places of {state.phases}"],
+                "run__next_phase__phases__open_phase": lambda _config, data, state, step: (
+                    Stub(model=f"model of {step}, {data}"),
+                    Stub(names=["a", "b"]),
+                    replace(state, phases=[4, 6]),
+                ),
+            },
+        ),
+        [(False,), (True,)],
+    ),
+    "taking over": (
+        lambda step, segments, remote: told(
+            lambda stand_in: start_and_end.take_over(
+                ["a", "c"],
+                "loaded",  # type: ignore[arg-type]
+                Stub(folder=Path("/no/such")),
+                Stub(
+                    config=Stub(folder=Path("/runs/x"), train=Stub(steps=8)),
+                    process=Process(0, 2, CPU, 1),
+                    log=Stub(info=stand_in("info")),
+                    state=TrainState(step=step, samples_consumed=9, segments=[{}] * segments, phases=[4]),
+                    resumed=TrainState(segments=[{}]) if step else None,
+                    watchdog=Stub(loading=lambda what: contextlib.nullcontext(stand_in("while")(what))),
+                    preemption=Stub(),
+                    checkpointer=Stub(
+                        folder="checkpoints",
+                        forked_from=None,
+                        require_space=stand_in("require_space"),
+                        remote=Stub(claim="claim", upload_small_files=stand_in("upload")) if remote else None,
+                    ),
+                ),
+            ),
+            *(f"run__start_and_end__{name}" for name in ("storage__remove_leftovers", "write_durably")),
+            *(f"run__start_and_end__{name}" for name in ("run_folder__record_start", "run_folder__facts")),
+            answers={
+                "run__start_and_end__attempts__read": lambda _: LAST,
+                "run__start_and_end__log_start": lambda loaded, *_: print("the start of what is", loaded),
+                "run__start_and_end__on_rank0": lambda action, _: action(),
+                "run__start_and_end__to_toml_with_origins": str,
+                "run__start_and_end__run_folder__facts": lambda _, hosts: {"hosts": hosts},
+            },
+        ),
+        [(0, 1, False), (5, 1, True), (8, 1, False), (5, 2, False)],
+    ),
+    "prepared": (
+        lambda values, folder: told(
+            lambda _: [str(each)[:25] for each in start_and_end.prepared(Stub(config=config_of(values)), folder)],
+            answers={
+                "bucket__Bucket": lambda url: Stub(fetch_run=lambda folder: print("fetched", url, folder)),
+                "run__start_and_end__attempts__read": lambda folder: (
+                    [] if folder is None else print(folder) or [Stub(must_match={"data": n}) for n in "ab"]
+                ),
+                "run__start_and_end__prepare_all": lambda *given: f"data {given[3:]}",
+                "run__epochs__resolved": lambda loaded, data: (f"{loaded.config.data.packing} in steps", data),
+            },
+        ),
+        [
+            ({"run.out_dir": "/runs"}, None),
+            ({"run.out_dir": "/runs", "run.remote": "s3://x/", "eval.every": "epoch"}, None),
+            ({"run.out_dir": "/runs", "run.remote": "s3://x/", "data.packing": "best_fit"}, Path("/moved")),
+        ],
+    ),
+    "periodic work": (
+        lambda values: told(
+            lambda _: [
+                str([[work.name, work.every, work.at_stop, *work.keys] for work in found])
+                if isinstance(found, list)
+                else str(found)
+                for found in between_steps.build_periodic_work(config_of(values), "data", Process(1, 2, CPU, 1))  # type: ignore[arg-type]
+            ],
+            answers={
+                "run__between_steps__Validation__from_config": lambda _config, *given: Stub(
+                    description=lambda: {"given": given}
+                ),
+                "run__tasks__Tasks__from_config": lambda *_: Stub(digests={"a": "1", "b": "2"}),
+                "run__sampling__Prompts__from_config": lambda *_: "prompts",
+            },
+        ),
+        [
+            ({"log.every": 2, "eval.every": 3, "eval.tasks_every": 4, "checkpoint.every": 5, "sample.every": 6},),
+            ({"optim.ema_decay": 0.9, "sample.every": 0},),
+            ({"eval.every": 0, "eval.tasks": []},),
+        ],
+    ),
+    "columns that ranks share": (
+        lambda n: told(
+            lambda _: str(
+                checks.check_patterns(
+                    config_of({"fsdp.shard_columns": ["*.wq.weight"], "fsdp.dp_replicate": 2, "model.dim": 128}, 6)
+                )
+            ),
+            env={"WORLD_SIZE": n},
+        ),
+        [(n,) for n in ("4", "6")],
     ),
     "a save": (
         lambda ends, background, error: told(
