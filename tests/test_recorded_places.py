@@ -54,7 +54,7 @@ from torchtitan_lite.tools.evaluation.documents import Texts
 
 GPU, GONE, TENSOR = torch.device("cuda", 1), "Connection closed by peer", torch.tensor
 OF_TRAIN: list[Any] = ["build", "train_step", "sharded_model"]
-LOADED = Stub(notes=["n"], config=Stub(folder="runs/x", url=""))
+LOADED = Stub(notes=["n"], config=Stub(folder="runs/x", url="", run="run"))
 FAILS, NO_MODE = (
     Mock(side_effect=errors.SaveError("failed")),
     {"check_config": False, "print_config": False, "dry_run": True},
@@ -559,6 +559,225 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             ("", 3, ["one"], True),
             *((stage, 3, [], False) for stage in ("build", "take_over", "train")),
         ],
+    ),
+    "a start": (
+        lambda trains, local: told(
+            lambda stand_in: patch.multiple(
+                train,
+                prepare_process=stand_in("prepare_process"),
+                process_group=stand_in("process_group", contextlib.nullcontext(Stub(rank=local))),
+                run=stand_in("run", 5),
+                world_size=stand_in("world_size", 4),
+                Log=stand_in("Log", "log"),
+            )(lambda: train.launch(["--word"]))(),
+            *(
+                f"run__{name}"
+                for name in ("run_folder__require_writable", "run_folder__lock", "start_and_end__prepared")
+            ),
+            *("config__cli__parse", "tools__modes__run"),
+            env={"LOCAL_RANK": f"{local}", "LOCAL_WORLD_SIZE": "2"},
+            answers={
+                "run__mfu__torch__cuda__device_count": lambda: 3,
+                "config__cli__parse": lambda *_, **more: Stub(trains=trains, loaded=LOADED),
+                "run__run_folder__lock": lambda _: Stub(release=lambda: print("released")),
+                "run__start_and_end__prepared": lambda _: ("loaded", "data"),
+                "run__checks__ALL": "checks",
+                "checkpointing__find__config_to_resume": str,
+            },
+        ),
+        [(True, 0), (True, 1), (False, 0)],
+    ),
+    "the parts of a run": (
+        lambda step, resumed, lengths, fails: told(
+            lambda stand_in: patch.multiple(
+                train,
+                **{
+                    name: stand_in(name, FAILS if fails == name else answer)
+                    for name, answer in {
+                        "Watchdog": Stub(
+                            close=stand_in("closed"),
+                            loading=lambda what: contextlib.nullcontext(stand_in("while")(what)),
+                        ),
+                        **{
+                            "build_profile": "profile",
+                            "build_mesh": "mesh",
+                            "Meter": "meter",
+                            "build_loader": "loader",
+                        },
+                        "build_model": Stub(
+                            register_forward_pre_hook=lambda _: print("a hook"), use_context=stand_in("context")
+                        ),
+                        "build_periodic_work": (["work"], {"validation": 1, "tasks": 2}),
+                        **{"Preemption": "preemption", "build_checkpointer": "checkpointer", "GradScaler": "scaler"},
+                        "fresh_state": Stub(step=0),
+                        "load_newest": resumed and Stub(continued_by=lambda fresh: Stub(step=step, after=fresh.step)),
+                        "build_guards": ["guard"],
+                    }.items()
+                },
+            )(
+                lambda: str(
+                    vars(
+                        train.build(
+                            Stub(
+                                **{
+                                    "folder": Path("/runs/x"),
+                                    "run": Stub(max_minutes=3),
+                                    "optim": "optim",
+                                    "grad_scaler": 2,
+                                },
+                                fsdp=Stub(uses_float16=True),
+                            ),
+                            Stub(vocab_size=300),
+                            Stub(device="device", world_size=4),
+                            "log",  # type: ignore[arg-type]
+                        )
+                    ).keys()
+                )
+            )(),
+            *("run__start_and_end__connect", "optim__optimizer__build_optimizer", "distributed__fsdp__averaged_over"),
+            *(
+                "run__phases__open_phase",
+                "run__start_and_end__peak_tokens_per_second",
+                "run__session__Session__measure",
+            ),
+            answers={
+                "run__phases__open_phase": lambda config, _data, state, step: (
+                    Stub(model="longer") if lengths else config,
+                    f"samples of {step}",
+                    Stub(**vars(state) | {"step": step, "grad_scaler": {"scale": 4}}),
+                ),
+            },
+        ),
+        [(7, True, False, ""), (7, True, True, ""), (7, True, False, "load_newest"), (0, False, False, "Meter")],
+    ),
+    "batches of a run": (
+        lambda device: told(
+            lambda stand_in: patch.multiple(
+                train, Loader=stand_in("Loader", "loader"), PrefetchingLoader=stand_in("ahead")
+            )(
+                lambda: train.build_loader(
+                    config_of({"run.seed": 3, "train.micro_batch_size": 5, "train.global_batch_size": 40}),
+                    "samples",  # type: ignore[arg-type]
+                    Process(2, 8, device, 1),
+                )
+            )()
+        ),
+        [(CPU,), (GPU,)],
+    ),
+    "guards": (
+        lambda values: told(
+            lambda stand_in: patch.multiple(train, FiniteGuard=stand_in("FiniteGuard"))(
+                lambda: train.build_guards(
+                    config_of(values),
+                    Process(0, 8, CPU, 1),
+                    TrainState(skipped=[4]),
+                    *("scaler", "checkpointer", "log"),  # type: ignore[arg-type]
+                )
+            )(),
+            answers={
+                "run__spikes__build_guard": lambda _config, _process, _state, skipped, *more: (skipped.append(5), more)
+            },
+        ),
+        [
+            ({"train.max_skipped": 7, "train.on_nonfinite": on, "spike.action": a},)
+            for on, a in (("skip", "off"), ("stop", "log"))
+        ],
+    ),
+    "what a run begins with": (
+        lambda saved, source, fails: told(
+            lambda stand_in: train.load_newest(
+                Stub(model=Stub(init_from=source)),
+                Stub(
+                    load=stand_in("load", FAILS if fails else saved),
+                    load_weights=lambda find, read: stand_in("load_weights")(find(), read("folder")),
+                    notes=["one is damaged"],
+                ),
+                Stub(values="values"),
+                Stub(info=stand_in("info")),
+            ),
+            *("huggingface__weights__find_weights", "huggingface__weights__open_weights"),
+        ),
+        [("saved", "x", False), (None, "x", False), (None, "", False), (None, "x", True)],
+    ),
+    "a run of all ranks": (
+        lambda refused: told(
+            lambda _: start_and_end.require_one_run(LOADED, "data", Process(0, 2, CPU, 1)),  # type: ignore[arg-type]
+            *(f"run__start_and_end__{name}" for name in ("require_agreement", "require_shared")),
+            answers={
+                "run__start_and_end__on_rank0": lambda action, _: action(),
+                "run__start_and_end__run_folder__why_not_again": lambda loaded, folder: refused and f"{folder} failed",
+                "run__start_and_end__require_agreement": ["host"],
+            },
+        ),
+        [("",), ("yes",)],
+    ),
+    "notes of a start": (
+        lambda rank, resumed, kept, begin_token: told(
+            lambda stand_in: start_and_end.log_start(
+                Stub(kept=kept),
+                Stub(folder=Path("d"), sources=[Stub(meta=Stub(marks=[0, 9]))]),
+                Stub(
+                    config=config_of({"tokenizer.begin_token": begin_token}).model_copy(
+                        update={"model": Stub(init_from="w", model_dump=dict)}
+                    ),
+                    log=Stub(info=stand_in("info")),
+                    resumed=resumed,
+                    process=Stub(rank=rank),
+                    checkpointer=Stub(forked_from=None),
+                ),
+            ),
+            "huggingface__weights__tokenizer_notes",
+            answers={
+                "run__start_and_end__start_lines": lambda _: "start",
+                "run__start_and_end__flatten": lambda _: {"optim.lr": 0.5, "run.name": "x"},
+                "huggingface__weights__tokenizer_notes": ["a note"],
+            },
+        ),
+        [(0, False, [], ""), (0, False, [], "b"), (1, False, [], ""), (0, True, ["optim.lr", "run.name"], "")],
+    ),
+    "a validation": (
+        lambda ema, rank: told(
+            lambda stand_in: between_steps.validate(
+                Stub(n_samples=9),
+                Stub(
+                    **{"state": Stub(step=6), "process": Process(rank, 2, CPU, 1), "model": "m", "optimizer": "o"},
+                    log=Stub(record=stand_in("record"), info=stand_in("info")),
+                    config=Stub(folder="x", optim=Stub(ema_decay=ema)),
+                ),
+            ),
+            *(f"run__between_steps__{name}" for name in ("evaluate", "evaluate_average", "eval_line")),
+            answers={
+                "run__between_steps__time": Stub(perf_counter=iter((3.0, 5.0)).__next__),
+                "run__between_steps__evaluate": Stub(record=lambda: {"val_loss": 4.0}),
+                "run__between_steps__evaluate_average": ({"ema_val_loss": 3.0}, "a line"),
+                "run__between_steps__attempts__best_step": lambda folder, steps: max(steps) if folder == "x" else 0,
+            },
+        ),
+        [(0.0, 0), (0.9, 0), (0.0, 1)],
+    ),
+    "tasks in between": (
+        lambda: told(
+            lambda stand_in: tasks.Tasks(["a", "b"], {}).score(  # type: ignore[list-item]
+                Stub(
+                    **{
+                        "state": Stub(step=6),
+                        "process": Process(1, 2, CPU, 1),
+                        "model": "m",
+                        "config": Stub(fsdp="fsdp"),
+                    },
+                    log=Stub(record=stand_in("record"), info=stand_in("info")),
+                )
+            ),
+            *("run__tasks__generating", "run__tasks__score"),
+            answers={
+                "run__tasks__time": Stub(perf_counter=iter((7.0, 11.0)).__next__),
+                "run__tasks__generating": contextlib.nullcontext(),
+                "run__tasks__record": lambda one: {"scored": one},
+                "run__tasks__line": lambda one: f"line {one}",
+                "run__tasks__score": "score",
+            },
+        ),
+        [()],
     ),
     "the end of its threads": (
         lambda remote: told(
