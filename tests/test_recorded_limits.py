@@ -34,7 +34,7 @@ from torchtitan_lite.models import attention, chunked_loss, generation, grouped_
 from torchtitan_lite.models.experts import Experts
 from torchtitan_lite.optim import finite_guard, grad_scaler, spike_guard
 from torchtitan_lite.optim.step_record import Numbers, StepRecord
-from torchtitan_lite.run import between_steps, metrics, mfu, session
+from torchtitan_lite.run import attempts, between_steps, metrics, mfu, session
 from torchtitan_lite.scoring import brackets, find_tasks, statistics, task_scores
 from torchtitan_lite.scoring.likelihood import Window
 from torchtitan_lite.tools import dry_run, generate, load_model, which
@@ -365,6 +365,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "mean loss": (mean_with, [(value, [6.0, 4.0]) for value in (2.0, 0.0, INF, -INF, NAN)] + [(NAN, [0.0, 0.0])]),
     # when it is done, and what is said
+    "goodput": (attempts.goodput, [([], [])]),
     "due": (session.due, [(0, 0), (0, 3), (3, 3), (4, 3), (6, 3), (3, -1)]),
     "which": (listed, [(2, 3, 60), (2, 3, 61), (1, 0, 1)]),
     "clocks": (

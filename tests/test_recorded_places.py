@@ -19,12 +19,12 @@ import train
 from tests.recorded import assert_recorded
 from tests.run.test_recorded_lines import BF16, LAST, PAIRS, config_of, named, result
 from tests.test_recorded_limits import CPU, Stub, patched
-from torchtitan_lite import api, environment, errors, progress
+from torchtitan_lite import api, environment, errors, progress, terminal
 from torchtitan_lite.checkpointing import find, safetensors_file, save, storage
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import cli, load
 from torchtitan_lite.config.rules import local
-from torchtitan_lite.config.schema import RunConfig
+from torchtitan_lite.config.schema import LogConfig, RunConfig
 from torchtitan_lite.cpu import apply_shared_memory, float32_matmuls, widens
 from torchtitan_lite.distributed import evaluating, process_group
 from torchtitan_lite.distributed.process_group import Process
@@ -36,6 +36,7 @@ from torchtitan_lite.run import (
     mfu,
     next_phase,
     out_of_memory,
+    phases,
     preemption,
     resumed,
     run_folder,
@@ -44,11 +45,12 @@ from torchtitan_lite.run import (
     spikes,
     start_and_end,
     tasks,
+    trackers,
 )
 from torchtitan_lite.run.session import Periodic, Session
 from torchtitan_lite.run.watchdog import Place, RankState, Watchdog
 from torchtitan_lite.scoring import likelihood
-from torchtitan_lite.tools import checkpoints, dry_run, generate, load_model, modes, replay
+from torchtitan_lite.tools import checkpoints, dry_run, generate, load_model, modes, replay, status
 from torchtitan_lite.tools.evaluation import evaluate
 from torchtitan_lite.tools.evaluation.documents import Texts
 
@@ -733,7 +735,13 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
                 "huggingface__weights__tokenizer_notes": ["a note"],
             },
         ),
-        [(0, False, [], ""), (0, False, [], "b"), (1, False, [], ""), (0, True, ["optim.lr", "run.name"], "")],
+        [
+            (0, False, [], ""),
+            (0, False, [], "b"),
+            (1, False, [], ""),
+            (1, False, ["optim.lr"], ""),
+            (0, True, ["optim.lr", "run.name"], ""),
+        ],
     ),
     "a validation": (
         lambda ema, rank: told(
@@ -881,6 +889,78 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             ({"run.out_dir": "/runs", "run.remote": "s3://x/", "eval.every": "epoch"}, None),
             ({"run.out_dir": "/runs", "run.remote": "s3://x/", "data.packing": "best_fit"}, Path("/moved")),
         ],
+    ),
+    "a lock that fails": (
+        lambda folder: told(
+            lambda _: str(run_folder.lock(Path(folder))), answers={"run__run_folder__on_rank0": lambda action: action()}
+        ),
+        [("/dev/null/x",)],
+    ),
+    "a lock that is looked at": (
+        lambda *error: told(
+            lambda stand_in: patched(
+                lambda: status.is_locked(Path("x")),
+                tools__status__os=Stub(open=stand_in("open", 7), close=stand_in("close"), O_RDONLY=0),
+                tools__status__fcntl=Stub(flock=stand_in("flock", Mock(side_effect=error)), LOCK_SH=1, LOCK_NB=4),
+            )
+        ),
+        [(None,), (BlockingIOError(11, "locked"),), (OSError(37, "No locks"),)],
+    ),
+    "a line that is lost": (
+        lambda error: told(
+            lambda stand_in: patch("sys.stdout", Mock(write=Mock(side_effect=error)))(
+                lambda: patched(lambda: terminal.print_line("x"), terminal__print_error_once=stand_in("once"))
+            )()
+        ),
+        [(OSError(28, "No space"),), (ValueError("closed"),)],
+    ),
+    "without enough brackets": (
+        lambda values: told(
+            lambda _: str(tasks.Tasks.from_config(config_of(values), "data")),  # type: ignore[arg-type]
+            answers={
+                "run__tasks__find": Mock(side_effect=errors.DataError("too few brackets")),
+                "run__tasks__values_of_ranks": lambda digests: [digests],
+            },
+        ),
+        [({},), ({"eval.tasks": ["brackets"]},)],
+    ),
+    "a state of version 1.0": (
+        lambda n, known: told(
+            lambda _: str(
+                phases.open_phase(
+                    config_of({"train.steps": 9}),
+                    Stub(mixed=lambda _: None),
+                    TrainState(step=4, tokens=n, samples_consumed=7, source_tokens=known),
+                    5,
+                )[2].source_tokens
+            ),
+            answers={
+                "run__phases__open_segment": lambda *_: (Stub(positions=lambda n: {"a": n - 4, "b": 3, "c": 1}), [{}])
+            },
+        ),
+        [(100, {}), (100, {"a": 5}), (0, {})],
+    ),
+    "a run of W&B": (
+        lambda known: told(
+            lambda stand_in: patch.dict(
+                "sys.modules",
+                wandb=Stub(init=stand_in("init", Stub(id="new", log=stand_in("log"), finish=stand_in("finish")))),
+            )(
+                lambda: [
+                    tracker := trackers.weights_and_biases(
+                        LogConfig(wandb_project="p"), Path("runs/mine"), TrainState(config={"a": 1})
+                    ),
+                    tracker.write({"step": 3, "loss": 2.0, "val_loss": 4, "time": 9.0}),
+                    tracker.close(),
+                ][3:]
+            )(),
+            "run__trackers__Path__write_text",
+            answers={
+                "run__trackers__Path__is_file": lambda _: known,
+                "run__trackers__Path__read_text": lambda *_, **__: "old\n",
+            },
+        ),
+        [(True,), (False,)],
     ),
     "periodic work": (
         lambda values: told(
@@ -1115,6 +1195,17 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             answers={"tools__generate__new_tokens": lambda *_: "sampled"},
         ),
         [(1, 1.0), (2, 0.5)],
+    ),
+    "clipped by the API": (
+        lambda most: told(
+            lambda _: [
+                p := torch.nn.Parameter(torch.ones(2)),
+                (p * TENSOR([3.0, 4.0])).sum().backward(),
+                api.clip_grad_norm(torch.nn.ParameterList([p]), torch.optim.SGD([p]), most).item(),
+                str(p.grad),
+            ][2:]
+        ),
+        [(2.5,), (9.0,)],
     ),
     "rate of the API": (
         lambda step: told(
@@ -1447,6 +1538,10 @@ def together(rank: int) -> dict[str, Any]:
                 *(str(each.mock_calls) for each in (asked.watchdog, asked.meter)),
             ],
             {},
+        ),
+        "too few entries": (
+            lambda: start_and_end.require_agreement(config_of({"model.vocab_size": 8}, 4), data, one),
+            {"run__start_and_end__socket__gethostname": lambda: host},
         ),
         "versions": (
             lambda: start_and_end.require_agreement(config, data, replace(one, device=GPU if rank == 2 else CPU)),

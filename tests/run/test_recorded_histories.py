@@ -110,6 +110,11 @@ HISTORIES: dict[str, Namespace] = {
         asked=[7, 10, 12, 21],
         others={"source": [8]},
     ),
+    "a fork that has nothing to do": history(
+        [start(0, 8, fork=FROM_8, config={"train.steps": 8}, end=("complete", 8, 20, ""))],
+        asked=[8, 9],
+        others=SOURCE,
+    ),
     "a fork of a fork, killed after its first save, resumed": history(
         [
             start(0, 10, [12, 14, 16], validated={12: 6.5, 16: 6.0}, saved=[14], fork="fork/checkpoints/step-00000010"),
