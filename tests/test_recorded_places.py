@@ -19,7 +19,7 @@ import train
 from tests.recorded import assert_recorded
 from tests.run.test_recorded_lines import BF16, LAST, PAIRS, config_of, named, result
 from tests.test_recorded_limits import CPU, Stub, patched
-from torchtitan_lite import api, environment, errors, progress, terminal
+from torchtitan_lite import api, bucket, environment, errors, progress, terminal
 from torchtitan_lite.checkpointing import find, safetensors_file, save, storage
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import cli, load
@@ -316,6 +316,54 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             (local, values)
             for values in ({}, {"check_config": True}, {"print_config": True}, {"dry_run": False, "replay": 4})
             for local in (0, 2)
+        ],
+    ),
+    "checked": (
+        lambda text, resume, steps, newest, more: told(
+            lambda stand_in: patched(
+                lambda: modes.check(
+                    Stub(
+                        config=Stub(
+                            **{"folder": Path("runs/x"), "url": "", "data": Stub(is_prepared=text)},
+                            checkpoint=Stub(resume=resume),
+                            model=Stub(vocab_size=more.get("size", 0), resolved=lambda: {"dim": 8}),
+                        )
+                    )
+                ),
+                tools__modes__prepared=lambda loaded, folder: stand_in("prepared", (loaded, "data"))(folder),
+                tools__modes__storage__find_steps=stand_in("steps", steps),
+                tools__modes__find__candidates=stand_in("candidates", ["newest", "s3"]),
+                tools__modes__find__newest_complete=lambda folders, verify: (
+                    stand_in("verified")(*map(verify, folders)) or Stub(folder=newest)
+                ),
+                tools__modes__compatibility__require_same_run=lambda *given, fork: stand_in("compared")(*given, fork),
+            ),
+            answers={
+                "tools__modes__is_locked": lambda _: more.get("job"),
+                "tools__modes__run_folder__holder": lambda folder: f"who holds {folder}",
+                "tools__modes__run_folder__is_of_another_job": lambda _: more["job"] == "another",
+                "tools__modes__run_folder__why_not_again": lambda _, folder: more.get("why") and f"{folder} failed",
+                "tools__modes__storage__incomplete_folders": lambda _: more.get("incomplete"),
+                "tools__modes__phase_lines": lambda *_: ["a phase"],
+                "tools__modes__phases__planned": lambda *_: None,
+                "tools__modes__storage__bucket_of": lambda folder: folder == "s3",
+                "tools__modes__storage__verify": lambda folder, how: [f"{folder} by {how}"],
+                "tools__modes__storage__read_state": lambda folder: Stub(
+                    of=folder, must_match={"model.vocab_size": 9, "model.dim": 7, "data": "d"}
+                ),
+                "tools__modes__compatibility__values_to_match": lambda _config, data: {"of": data},
+                "tools__modes__flatten": lambda _: {"key": 1},
+            },
+        ),
+        [
+            *((False, "", [], None, more) for more in ({}, {"job": "mine"}, {"job": "another"}, {"why": True})),
+            *((text, "", [4], "newest", {}) for text in (False, True)),
+            (False, "y", [4], "newest", {"size": 5}),
+            (False, "y", [], "newest", {}),
+            *(
+                (False, "y", steps, None, {"incomplete": incomplete})
+                for steps, incomplete in (([], []), ([], [7]), ([4], []))
+            ),
         ],
     ),
     "printed by --inspect": (
@@ -1206,6 +1254,37 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             ][2:]
         ),
         [(2.5,), (9.0,)],
+    ),
+    "data of the API": (
+        lambda: told(
+            lambda _: str(vars(vars(api.open_data("config"))["tokenizer"])),  # type: ignore[arg-type]
+            answers={
+                "api__prepared": lambda loaded: (
+                    Stub(config=f"{loaded.config} in steps"),
+                    Stub(folder=Path("d"), end_token=7, sources=[Stub(meta=Stub(marks=[7, 9]))]),
+                ),
+                "api__tokenizers__Tokenizer": Stub(from_file=str),
+                "api__source_prefix": lambda folder: f"prefix of {folder}",
+            },
+        ),
+        [()],
+    ),
+    "a model that the API opens": (
+        lambda more: told(
+            lambda _: str(api.load_model("run", **more)),
+            answers={"api__loading__open_model": refuse, "api__loading__device_of": str, "api__paths__expand": Path},
+        ),
+        [({},), ({"device": "cuda", "dtype": torch.bfloat16, "tokenizer": Path("t.json")},)],
+    ),
+    "fetched": (
+        lambda n: told(
+            lambda stand_in: bucket.Bucket.fetch(
+                Stub(url="s3://x", fs=Stub(open=stand_in("open", Mock(side_effect=FileNotFoundError)))),
+                *("a/b", Path("f"), n, "hash"),
+            ),
+            answers={"bucket__shutil__disk_usage": lambda _: Stub(free=5120)},
+        ),
+        [(5120,), (5121,)],
     ),
     "rate of the API": (
         lambda step: told(
