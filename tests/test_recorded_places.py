@@ -38,6 +38,7 @@ from torchtitan_lite.run import (
     out_of_memory,
     phases,
     preemption,
+    rank_seconds,
     resumed,
     run_folder,
     sampling,
@@ -51,7 +52,7 @@ from torchtitan_lite.run.session import Periodic, Session
 from torchtitan_lite.run.watchdog import Place, RankState, Watchdog
 from torchtitan_lite.scoring import likelihood
 from torchtitan_lite.tools import checkpoints, dry_run, generate, load_model, modes, replay, status
-from torchtitan_lite.tools.evaluation import evaluate
+from torchtitan_lite.tools.evaluation import documents, evaluate
 from torchtitan_lite.tools.evaluation.documents import Texts
 
 GPU, GONE, TENSOR = torch.device("cuda", 1), "Connection closed by peer", torch.tensor
@@ -538,6 +539,57 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         doing,
         [(("saving step 5", True), ("writing x", False)), (("a", True),), (("a", False), ("b", True))],
     ),
+    "seconds of a rank": (
+        lambda marks: told(
+            lambda _: rank_seconds.RankSeconds._parts(
+                Stub(_before=marks, _process=Process(1, 3, CPU, 1), _meter=Stub(parts={"data_s": 0.5}))
+            ).tolist()
+        ),
+        [
+            ([],),
+            ([(True, 1.0), (False, 3.0), (False, 4.0), (True, 6.0), (True, 7.0), (False, 7.5)],),
+            ([(False, 1.0), (True, 3.0)],),
+        ],
+    ),
+    "automatic collections": (
+        lambda: told(
+            lambda _: environment.disable_automatic_gc(),
+            *(f"environment__gc__{name}" for name in ("collect", "freeze", "disable")),
+        ),
+        [()],
+    ),
+    "what is flushed": (
+        lambda error: told(
+            lambda stand_in: patch("sys.stdout", Stub(flush=stand_in("stdout", Mock(side_effect=error))))(
+                lambda: patch("sys.stderr", Stub(flush=stand_in("stderr")))(terminal.flush)()
+            )()
+        ),
+        [(None,), (OSError(28, "No space"),), (ValueError("closed"),)],
+    ),
+    "documents that are scored": (
+        lambda theirs, files: told(
+            lambda _: [
+                str(each)
+                for each in documents.documents(
+                    Stub(tokenizer=theirs, source="a model"), "name", Texts(split="train", documents=2)
+                )
+            ],
+            answers={
+                "tools__evaluation__documents__paths__is_prepared": lambda _: True,
+                "tools__evaluation__documents__read_meta": lambda _: Stub(files=files, marks="marks"),
+                "tools__evaluation__documents__bpe__load": lambda _: Stub(
+                    decode=lambda tokens, **more: f"{tokens} {more}"
+                ),
+                "tools__evaluation__documents__bpe__sha256": lambda one: one if isinstance(one, str) else "own",
+                "tools__evaluation__documents__bytes_per_token": lambda *_: TENSOR([0, 10, 200, 3000]),
+                "tools__evaluation__documents__token_files__documents": lambda _folder, _meta, split: (
+                    [[1, 2], [3], [2]] if split == "train" else []
+                ),
+                "tools__evaluation__documents___encoded": lambda opened, texts: [opened.source, *texts],
+            },
+        ),
+        [("own", []), ("another", []), ("own", ["pairs.json"])],
+    ),
     "bytes that were moved": (
         lambda text: told(
             lambda _: progress.moved(),
@@ -699,6 +751,67 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             },
         ),
         [(7, True, False, ""), (7, True, True, ""), (7, True, False, "load_newest"), (0, False, False, "Meter")],
+    ),
+    "checkpoints of a run": (
+        lambda remote: told(
+            lambda stand_in: patch.multiple(train, Checkpointer=stand_in("Checkpointer"), WAYS="ways")(
+                lambda: train.build_checkpointer(
+                    Stub(folder=Path("x"), checkpoint="keys", run=Stub(remote=remote)),
+                    *("model", "optimizer", "process"),  # type: ignore[arg-type]
+                )
+            )(),
+            "checkpointing__remote__Remote",
+            answers={"checkpointing__remote__Remote": "remote", "run__run_folder__job": lambda: "job"}
+            | {"run__attempts__best_step": "best", "run__attempts__claim_of": "claims"},
+        ),
+        [("",), ("s3://x",)],
+    ),
+    "the model of a run": (
+        lambda offload: told(
+            lambda stand_in: patch.multiple(
+                train,
+                **{name: stand_in(name) for name in ("materialize", "set_group_timeouts")},
+                sharded_model=stand_in("sharded_model", "model"),
+            )(
+                lambda: train.build_model(
+                    Stub(run=Stub(seed=3), fsdp=Stub(cpu_offload=offload)),
+                    *(300, "mesh", Process(1, 2, CPU, 1)),  # type: ignore[arg-type]
+                )
+            )(),
+            answers={"cpu__widens": lambda _config, process: f"of {process.rank}"},
+        ),
+        [(False,), (True,)],
+    ),
+    "the sharded model": (
+        lambda device, objective, phases, shared_memory, float8: told(
+            lambda stand_in: patch.multiple(train, freeze=stand_in("freeze"))(
+                lambda: train.sharded_model(
+                    Stub(
+                        **{
+                            "model": "sizes",
+                            "optim": Stub(freeze="frozen"),
+                            "speed": Stub(shared_memory=shared_memory, float8=float8),
+                            "fsdp": "fsdp",
+                        },
+                        **{"activation_checkpointing": "recomputed", "compile": "compile"},
+                        data=Stub(objective=objective),
+                        train=Stub(phases=phases),
+                    ),
+                    *(517, Stub(device_type=device)),
+                    widen=True,
+                )
+            )(),
+            *(f"distributed__float8__{name}" for name in ("convert", "gather_in_float8")),
+            *("cpu__apply_shared_memory", "distributed__fsdp__apply_fsdp", "cpu__apply", "models__build"),
+            *(f"distributed__recompute_and_compile__apply_{name}" for name in ("activation_checkpointing", "compile")),
+            answers={"models__build": "model", "models__LossOptions__from_config": lambda _: "losses"},
+        ),
+        [
+            ("cpu", "causal", [], True, False),
+            ("cuda", "causal", [], False, True),
+            ("cpu", "pairs", ["one"], False, False),
+            ("cuda", "causal", ["one"], True, False),
+        ],
     ),
     "batches of a run": (
         lambda device: told(
