@@ -9,7 +9,7 @@ import math
 import pkgutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +38,7 @@ from torchtitan_lite.run import attempts, between_steps, metrics, mfu, session
 from torchtitan_lite.scoring import brackets, find_tasks, statistics, task_scores
 from torchtitan_lite.scoring.likelihood import Window
 from torchtitan_lite.tools import dry_run, generate, load_model, which
+from torchtitan_lite.tools.estimate import planned_run, work
 
 CPU, INF, NAN = torch.device("cpu"), math.inf, math.nan
 Stub: Any = SimpleNamespace
@@ -312,6 +313,87 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             for both in (True, False)
             for sign in (1, -1)
         ],
+    ),
+    # the work of a step, as `plan` counts it
+    "matmuls": (
+        lambda name, *args: str(
+            work._matmuls(
+                name,
+                tuple(torch.empty(arg, dtype=torch.bfloat16) if isinstance(arg, tuple) else arg for arg in args),
+                *([0] * 3, "forward"),
+            )
+        ),
+        [
+            *(
+                ("mm", (2, 3), (3, 5)),
+                ("addmm", (5,), (2, 3), (3, 5)),
+                ("bmm", (4, 2, 3), (4, 3, 5)),
+                ("add", (2,), (2,)),
+            ),
+            *(("baddbmm", (9, 9, 9), (4, 2, 3), (4, 3, 5)), ("linalg_solve_triangular", (2, 3, 6, 6), (2, 3, 6, 5))),
+            *(("grouped_matmul", (7, 3), (2, 5, 3)), ("grouped_gradient", (7, 3), (7, 5))),
+            *(("scaled_dot_product", *[(2, 4, n, 16) for n in (8, 6, 6)], causal) for causal in (False, True)),
+            ("scaled_dot_product_backward", *[(2, 4, n, 16) for n in (9, 8, 6, 6)], True),
+        ],
+    ),
+    "bytes": (
+        lambda name, *shapes: work._bytes(
+            operator := pkgutil.resolve_name(f"torch:ops.aten.{name}"),
+            given := tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in shapes),
+            [*given],
+            work.tensors_of(operator(*given)),
+        ),
+        [
+            *(
+                (name, ((2, 3), torch.float32), ((3,), torch.float32))
+                for name in ("add.Tensor", "add_.Tensor", "copy_.default")
+            ),
+            *(
+                ("embedding.default", ((9, 4), torch.float32), ((5,), torch.int64)),
+                ("zero_.default", ((4,), torch.bfloat16)),
+            ),
+        ],
+    ),
+    "a micro-batch": (
+        lambda n, sent, fused: astuple(
+            planned_run.micro_batch(
+                mfu.DEVICES["h100"],
+                Counter(
+                    {
+                        work.Matmul("forward", 1, 4096, 4096, 4096, 2): n,
+                        work.Matmul("backward", 2, 512, 64, 4096, 4): n,
+                        work.Matmul("optimizer", 9, 512, 64, 4096, 4): n,
+                        work.Attention("backward", 32, 2048 * 2048 / 2, 64, 5, 2): n,
+                        work.Traffic("forward"): 10**9 * n,
+                        work.Traffic("forward", kernels=True): 20000,
+                        work.Traffic("backward"): 3 * 10**9 * n,
+                        work.Traffic("backward", kernels=True): 30,
+                    }
+                ),
+                sent,
+                fused=fused,
+            )
+        ),
+        [
+            *((n, {}, fused) for n in (1, 200) for fused in (False, True)),
+            (
+                2,
+                {"all-gather, forward": (0.003, 6), "reduce-scatter": (0.004, 2), "all-gather, backward": (0.5, 4)},
+                False,
+            ),
+            (2, {"all-gather, forward": (0.5, 6), "all-reduce": (0.001, 1)}, True),
+        ],
+    ),
+    "collectives": (
+        lambda world_size: planned_run.expected_s(
+            {
+                work.Collective(kind, 10**9, ranks): n
+                for kind, ranks, n in (("all-reduce", 2, 1), ("reduce-scatter", 8, 3), ("reduce-scatter", 16, 2))
+            },
+            mfu.DEVICES["h100"],
+            world_size,
+        ),
+        [(8,), (32,)],
     ),
     # what is not finite
     "finite": (between_steps.finite, [(value,) for value in (0.0, -2.5, INF, -INF, NAN)]),

@@ -269,7 +269,6 @@ MODES = [
     if "." not in flag and flag not in (*cli.SHORTHANDS, "-h", "--help", "--help-all", "--config")
 ]  # the last one has a value
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-WITHOUT: Any = Stub()  # a module of the standard library without the functions that only Linux has
 CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     # ranks and machines
     "beats that are read": (
@@ -861,6 +860,60 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             *("huggingface__weights__find_weights", "huggingface__weights__open_weights"),
         ),
         [("saved", "x", False), (None, "x", False), (None, "", False), (None, "x", True)],
+    ),
+    "a step": (
+        lambda step, explicit, norms: told(
+            lambda stand_in: patch.multiple(
+                train,
+                forward_backward=lambda _s, step, batch: stand_in("forward_backward", "loss")(step, batch),
+                check_previous_step=lambda s: stand_in("checked")(s.state.step),
+                StepRecord=stand_in(
+                    "StepRecord",
+                    Stub(loss_sum="sum", targets="targets", grad_norm="norm", finite=TENSOR(False), squares={"a": 1}),
+                ),
+            )(
+                lambda: train.train_step(
+                    Stub(
+                        **{"model": "model", "process": "process", "preemption": Stub(requested=lambda: "stops")},
+                        config=Stub(train=Stub(boundaries=lambda phases: phases)),
+                        phase=Stub(
+                            fsdp=Stub(explicit_prefetching=explicit),
+                            train=Stub(batch_size=lambda n: 10 * n, steps=8),
+                            data=Stub(position=lambda at, size: at + size // 10),
+                            log=Stub(every=3, norms=norms),
+                            optim=Stub(max_norm=2.5),
+                        ),
+                        state=Stub(step=step - 1, phases=[4], samples_consumed=100, after_step=stand_in("after")),
+                        meter=Stub(
+                            timing=lambda part: contextlib.nullcontext(stand_in("time of")(part)),
+                            add_loss=stand_in("add_loss"),
+                        ),
+                        loader=Stub(batch=stand_in("batch", Stub(global_tokens=7, source_tokens="of sources"))),
+                        watchdog=Stub(computing=stand_in("computing")),
+                        rank_seconds=Stub(step=lambda timed: contextlib.nullcontext(stand_in("timed")(timed))),
+                        blocks=Stub(
+                            **{"replicas": 2, "names": "names", "squares": stand_in("squares", "squares")},
+                            of_update=stand_in("of_update", {"b": 2}),
+                        ),
+                        scaler=Stub(scale="scale", update=stand_in("scale")),
+                        metrics=[Stub(parts=stand_in("parts", "parts"))],
+                        guards=[Stub(withholds=lambda _, found=found: TENSOR(found)) for found in (True, False)],
+                        optimizer=Stub(update=stand_in("update")),
+                    ),
+                    step,
+                )
+            )(),
+            *("distributed__fsdp__unshard_first", "optim__optimizer__squared_norm", "optim__optimizer__learning_rate"),
+            *("optim__optimizer__clip_factor", "optim__optimizer__gradient_norms"),
+            answers={
+                "optim__optimizer__gradient_norms": "norms",
+                "run__next_phase__enter": lambda _s, step, *built: print(
+                    "a phase at", step, *(f.__name__ for f in built)
+                ),
+                **{f"optim__optimizer__{name}": name for name in ("squared_norm", "learning_rate", "clip_factor")},
+            },
+        ),
+        [(2, False, True), (3, True, True), (4, False, False), (5, False, True), (8, False, True)],
     ),
     "a run of all ranks": (
         lambda refused: told(
@@ -1487,7 +1540,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
                 lambda: safetensors_file._start_writeback(3, 40, 50),
                 checkpointing__safetensors_file__os=Stub(posix_fadvise=stand_in("fadvise"), POSIX_FADV_DONTNEED=4)
                 if has
-                else WITHOUT,
+                else Stub(),  # without the functions that only Linux has
             )
         ),
         [(True,), (False,)],
