@@ -19,7 +19,7 @@ import train
 from tests.recorded import assert_recorded
 from tests.run.test_recorded_lines import BF16, LAST, PAIRS, config_of, named, result
 from tests.test_recorded_limits import CPU, Stub, patched
-from torchtitan_lite import api, bucket, environment, errors, progress, terminal
+from torchtitan_lite import api, bucket, commands, environment, errors, progress, terminal
 from torchtitan_lite.checkpointing import find, safetensors_file, save, storage
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import cli, load
@@ -1104,6 +1104,27 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             ({"run.out_dir": "/runs", "run.remote": "s3://x/", "data.packing": "best_fit"}, Path("/moved")),
         ],
     ),
+    "a folder to write to": (
+        lambda may: told(
+            lambda _: run_folder.require_writable(Path("/no/such/run")),
+            "run__run_folder__os__access",
+            answers={"run__run_folder__os__access": lambda *_: may},
+        ),
+        [(True,), (False,)],
+    ),
+    "who locked": (run_folder.holder, [(Path("/no/such"),)]),
+    "an end on a full disk": (
+        lambda name: told(
+            lambda _: run_folder.record_end(Path("x"), Process(0, 2, CPU, 1), 3, "failed", 5, "why", repeats=True),
+            *(f"run__run_folder__{each}" for each in ("attempts__add", "write_durably")),
+            answers={
+                "run__run_folder__time": Stub(time=lambda: 9.12345),
+                "run__run_folder__socket__gethostname": lambda: "a",
+                f"run__run_folder__{name}": Mock(side_effect=OSError(28, "No space")),
+            },
+        ),
+        [("attempts__add",), ("write_durably",)],
+    ),
     "a lock that fails": (
         lambda folder: told(
             lambda _: str(run_folder.lock(Path(folder))), answers={"run__run_folder__on_rank0": lambda action: action()}
@@ -1480,6 +1501,60 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             ({"optim.freeze": ["layers.0.*"], "activation_checkpointing.mode": "full", "run.seed": 3},),
             (PAIRS | {"model.family": "t5", "compile.enabled": True, "speed.fused_functions": False},),
         ],
+    ),
+    "own data of a model": (
+        lambda config, state: told(
+            lambda _: str(load_model.Opened.own_data(Stub(config=config, state=state, source="x"))),
+            *("tools__load_model__prepare_all", "tools__load_model__require_same_data"),
+            answers={"tools__load_model__prepare_all": lambda *given: [given[0], given[1], given[3]]},
+        ),
+        [
+            (Stub(data="data", tokenizer="tokenizer"), Stub(must_match="hashes")),
+            *((None, Stub(must_match="hashes")), (Stub(data="data", tokenizer="tokenizer"), None)),
+        ],
+    ),
+    "data of another hash": (
+        lambda *hashes: told(
+            lambda _: load_model.require_same_data(
+                "runs/x",
+                Stub(tokenizer_sha256=hashes[0], hashes=lambda: {"data": hashes[1], "order": hashes[2]}),
+                Stub(must_match={"tokenizer": "a", "data": "b", "order": "c", "model.dim": 8}),
+            )
+        ),
+        [("a", "b", "c"), ("x", "b", "c"), ("a", "x", "y")],
+    ),
+    "a command line": (
+        lambda words, others: told(
+            lambda stand_in: commands.run(
+                "data.prepare",
+                words,
+                {"--name -n": {"default": "d"}, "--several": commands.SEVERAL},
+                lambda given: stand_in("main", 5)(given.name, given.several, given.first, given.rest),
+                exclusive=[{"--first": {}, "--second": {}}],
+                others=others,
+            ),
+            "commands__prepare_streams",
+            answers={
+                "commands__run_cli": lambda name, main: [name, main()],
+                "commands__argparse__ArgumentParser__error": lambda _, text: refuse(text),
+            },
+        ),
+        [
+            *(([], False), (["-n", "x", "--several", "a", "b", "--several", "c"], False), (["--nam", "x"], True)),
+            *((["--first", "1", "--second", "2"], True), (["word"], False)),
+        ],
+    ),
+    "asked for prompts": (
+        lambda is_terminal: told(
+            lambda stand_in: patched(
+                lambda: patch("builtins.input", stand_in("input", lambda _, left=["a", ""]: left.pop(0)))(
+                    lambda: generate.converse("opened", generate.Options())  # type: ignore[arg-type]
+                )(),
+                tools__generate__sys=Stub(stdin=Stub(isatty=lambda: is_terminal)),
+                tools__generate__answer=lambda opened, prompt, options: stand_in("answer")(opened, prompt),
+            )
+        ),
+        [(True,), (False,)],
     ),
     "device of a tool": (
         lambda name, has_gpu: told(
