@@ -48,7 +48,7 @@ from torchtitan_lite.run import (
     tasks,
     trackers,
 )
-from torchtitan_lite.run.session import Periodic, Session
+from torchtitan_lite.run.session import Periodic, Session, check_previous_step
 from torchtitan_lite.run.watchdog import Place, RankState, Watchdog
 from torchtitan_lite.scoring import likelihood
 from torchtitan_lite.tools import checkpoints, dry_run, generate, load_model, modes, replay, status
@@ -406,6 +406,21 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [(0, CPU), (1, CPU), (1, GPU)],
     ),
+    "times of a dry run": (
+        lambda *times: told(
+            lambda _: dry_run.seconds_of(str),
+            answers={
+                "tools__dry_run__Timer": lambda _, **more: Stub(
+                    timeit=lambda n, left=[*times]: Stub(mean=n * left.pop(0), of=more["globals"]["compute"])
+                )
+            },
+        ),
+        [(9.0, 1.0, 5.0, 2.0, 4.0)],
+    ),
+    "bytes of a dry run": (
+        lambda n: told(lambda _: dry_run.own_bytes([a := torch.zeros(n), a[1:], torch.zeros(3, dtype=torch.int64)])),
+        [(4,)],
+    ),
     "plan of a dry run": (
         lambda device, has_gpu, size: told(
             lambda _: dry_run.planned(config_of({"run.device": device, "model.vocab_size": size}), 517, 4),
@@ -597,7 +612,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         [
             (lambda: "rchar: 5\nread_bytes: 70\nwrite_bytes: 1\n",),
             (lambda: "rchar: 5\n",),
-            (Path("/no/such").read_text,),
+            (lambda: Path("/no/such").read_text(),),
         ],
     ),
     "a second Ctrl-C": (
@@ -914,6 +929,28 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             },
         ),
         [(2, False, True), (3, True, True), (4, False, False), (5, False, True), (8, False, True)],
+    ),
+    "the step before": (
+        lambda found, asked, agreed: told(
+            lambda stand_in: [
+                s := Stub(
+                    guards=[
+                        Stub(check=lambda record, one=one: stand_in("check", one and Stub(**one))(record.step))
+                        for one in found
+                    ],
+                    log=Stub(record=stand_in("record"), info=stand_in("info")),
+                    preemption=Stub(agreed=agreed),
+                    pending=Stub(step=5, numbers=Stub(stop_requests=asked)),
+                ),
+                *map(check_previous_step, [s, s]),
+                s.preemption.agreed,
+            ][3:]
+        ),
+        [
+            *(([None], asked, agreed) for asked in (0.0, 2.0) for agreed in (False, True)),
+            ([{"line": "a spike", "record": {"spike": 1}, "error": None}, None], 1.0, False),
+            ([{"line": "", "record": {}, "error": errors.SpikeError("stops")}, None], 1.0, False),
+        ],
     ),
     "a run of all ranks": (
         lambda refused: told(
