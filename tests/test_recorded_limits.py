@@ -38,7 +38,7 @@ from torchtitan_lite.run import attempts, between_steps, metrics, mfu, session
 from torchtitan_lite.scoring import brackets, find_tasks, statistics, task_scores
 from torchtitan_lite.scoring.likelihood import Window
 from torchtitan_lite.tools import dry_run, generate, load_model, which
-from torchtitan_lite.tools.estimate import planned_run, work
+from torchtitan_lite.tools.estimate import command, planned_run, work
 
 CPU, INF, NAN = torch.device("cpu"), math.inf, math.nan
 Stub: Any = SimpleNamespace
@@ -353,6 +353,31 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
                 ("zero_.default", ((4,), torch.bfloat16)),
             ),
         ],
+    ),
+    "suggested": (
+        lambda batch, n, room: patched(
+            lambda: [
+                *command._suggestions(
+                    Stub(
+                        config=Stub(train=Stub(global_batch_size=batch), changed=dict),
+                        **{"device": "a device", "world_size": n, "layout": Stub(tokens_per_step=4096)},
+                    )
+                )
+            ],
+            tools__estimate__command__why_unknown=lambda _: "",
+            tools__estimate__command__make_plan=lambda change, *_: Stub(
+                free=room
+                - (
+                    used := change["train.micro_batch_size"]
+                    * {"none": 4, "selective": 2, "full": 1}[change["activation_checkpointing.mode"]]
+                ),
+                device_bytes={"all": used},
+                simulated=Stub(peak={"activations": used / 2}),
+                seconds=1 / used + change["fsdp.reshard_after_backward"],
+            ),
+            tools__estimate__command__expected=lambda candidate, _: Stub(total=candidate.seconds),
+        ),
+        [(16, 2, 0), (16, 2, 4), (16, 2, 9), (16, 2, 12), (16, 2, 40), (24, 3, 1000)],
     ),
     "a micro-batch": (
         lambda n, sent, fused: astuple(
