@@ -373,11 +373,11 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
                 ),
                 device_bytes={"all": used},
                 simulated=Stub(peak={"activations": used / 2}),
-                seconds=1 / used + change["fsdp.reshard_after_backward"],
+                seconds=used / 9 + change["fsdp.reshard_after_backward"],
             ),
             tools__estimate__command__expected=lambda candidate, _: Stub(total=candidate.seconds),
         ),
-        [(16, 2, 0), (16, 2, 4), (16, 2, 9), (16, 2, 12), (16, 2, 40), (24, 3, 1000)],
+        [(16, 2, 0), (16, 2, 1), (16, 2, 4), (16, 2, 9), (16, 2, 40), (24, 3, 1000)],
     ),
     "a micro-batch": (
         lambda n, sent, fused: astuple(

@@ -1066,7 +1066,10 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
                     ),
                     state=TrainState(step=6, phases=[4], spikes={"losses": [1.0]}),
                     loader=Stub(close=stand_in("close")),
-                    guards=[Stub(state=lambda: {"skipped": [3]}), Stub(state=lambda: {"spikes": {"losses": [2.0]}})],
+                    guards=[
+                        Stub(state=lambda: {"skipped": [3]}),
+                        Stub(state=lambda: {"skipped": [3, 7], "spikes": {"losses": [2.0]}}),
+                    ],
                     source_losses=Stub(begin=stand_in("sources")),
                     model=Stub(use_context=stand_in("context")),
                     log=Stub(record=stand_in("record"), info=stand_in("info")),
