@@ -565,6 +565,14 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             ([(False, 1.0), (True, 3.0)],),
         ],
     ),
+    "a call with a limit": (
+        lambda seconds: told(
+            lambda _: str(errors.within(seconds, str, 5)),
+            "errors__threading__Thread",
+            answers={"errors__threading__Thread": Stub(start=lambda: print("starts"), join=print)},
+        ),
+        [(2.5,)],
+    ),
     "automatic collections": (
         lambda: told(
             lambda _: environment.disable_automatic_gc(),
