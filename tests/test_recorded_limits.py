@@ -10,7 +10,7 @@ import pkgutil
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,10 +55,11 @@ from torchtitan_lite.models.experts import Experts
 from torchtitan_lite.optim import finite_guard, grad_scaler, spike_guard
 from torchtitan_lite.optim.optimizer import build_optimizer
 from torchtitan_lite.optim.step_record import Numbers, StepRecord
-from torchtitan_lite.run import between_steps, metrics, mfu, session
+from torchtitan_lite.run import attempts, between_steps, metrics, mfu, session
 from torchtitan_lite.scoring import brackets, find_tasks, statistics, task_scores, validation
 from torchtitan_lite.scoring.likelihood import Window
 from torchtitan_lite.tools import dry_run, generate, load_model, which
+from torchtitan_lite.tools.estimate import command, planned_run, work
 
 CPU, INF, NAN, BF16 = torch.device("cpu"), math.inf, math.nan, torch.ones(2, 2, dtype=torch.bfloat16)
 Stub: Any = SimpleNamespace
@@ -175,12 +176,12 @@ def logged(mean: float | None, loss: float, norm: float, of_ranks: list[float], 
         norms_of_blocks=dict,
     )
     meter = Stub(lap=lambda _: lap, mean_loss=lambda: mean, started=0.0, first_step=5, loss_since=torch.ones(2))
-    log = Stub(record=said.append, info=lambda line, **_: said.append(line[:60]))
+    log = Stub(record=said.append, info=lambda line, **_: said.append(line.rpartition(" (")[0]))
     state = planned(SAMPLES if loads else ONE_SOURCE, 60)[-1][-1]
     s = Stub(state=replace(state, step=6, tokens=96), process=Stub(device=torch.device("cuda") if loads else CPU))
     meter.peak_tokens_per_second = 128.0 if loads else 0.0
     s.config = config_of({"train.steps": 9, "log.every": 3, "data.skip_samples": [[3, 9]]})
-    s.meter, s.log, s.scaler, s.phase = meter, log, Stub(enabled=False), s.config
+    s.meter, s.log, s.scaler, s.phase = meter, log, Stub(enabled=False), s.config.changed({"optim.lr": 0.25})
     s.metrics = Experts.metrics
     patched(
         lambda: between_steps.log_step(s, record),
@@ -191,9 +192,10 @@ def logged(mean: float | None, loss: float, norm: float, of_ranks: list[float], 
 
 
 def mean_with(total: float, since: list[float]) -> Any:
-    meter = metrics.Meter(TrainState(loss_since=since), CPU)
+    """Of a run that has resumed after step 5, also the tokens from then on."""
+    meter = metrics.Meter(TrainState(step=5, tokens=64, loss_since=since), CPU, 7.0)
     meter.add_loss(torch.tensor(total, dtype=torch.float64), 4)
-    return [meter.loss_since.tolist(), meter.mean_loss()]
+    return [meter.loss_since.tolist(), meter.mean_loss(), meter.first_step, *(meter.lap(n).tokens for n in (96, 100))]
 
 
 # --- what is said -----------------------------------------------------------------------------------------------
@@ -349,6 +351,112 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             for sign in (1, -1)
         ],
     ),
+    # the work of a step, as `plan` counts it
+    "matmuls": (
+        lambda name, *args: str(
+            work._matmuls(
+                name,
+                tuple(torch.empty(arg, dtype=torch.bfloat16) if isinstance(arg, tuple) else arg for arg in args),
+                *([0] * 3, "forward"),
+            )
+        ),
+        [
+            *(
+                ("mm", (2, 3), (3, 5)),
+                ("addmm", (5,), (2, 3), (3, 5)),
+                ("bmm", (4, 2, 3), (4, 3, 5)),
+                ("add", (2,), (2,)),
+            ),
+            *(("baddbmm", (9, 9, 9), (4, 2, 3), (4, 3, 5)), ("linalg_solve_triangular", (2, 3, 6, 6), (2, 3, 6, 5))),
+            *(("grouped_matmul", (7, 3), (2, 5, 3)), ("grouped_gradient", (7, 3), (7, 5))),
+            *(("scaled_dot_product", *[(2, 4, n, 16) for n in (8, 6, 6)], causal) for causal in (False, True)),
+            ("scaled_dot_product_backward", *[(2, 4, n, 16) for n in (9, 8, 6, 6)], True),
+        ],
+    ),
+    "bytes": (
+        lambda name, *shapes: work._bytes(
+            operator := pkgutil.resolve_name(f"torch:ops.aten.{name}"),
+            given := tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in shapes),
+            [*given],
+            work.tensors_of(operator(*given)),
+        ),
+        [
+            *(
+                (name, ((2, 3), torch.float32), ((3,), torch.float32))
+                for name in ("add.Tensor", "add_.Tensor", "copy_.default")
+            ),
+            *(
+                ("embedding.default", ((9, 4), torch.float32), ((5,), torch.int64)),
+                ("zero_.default", ((4,), torch.bfloat16)),
+            ),
+        ],
+    ),
+    "suggested": (
+        lambda batch, n, room: patched(
+            lambda: [
+                *command._suggestions(
+                    Stub(
+                        config=Stub(train=Stub(global_batch_size=batch), changed=dict),
+                        **{"device": "a device", "world_size": n, "layout": Stub(tokens_per_step=4096)},
+                    )
+                )
+            ],
+            tools__estimate__command__why_unknown=lambda _: "",
+            tools__estimate__command__make_plan=lambda change, *_: Stub(
+                free=room
+                - (
+                    used := change["train.micro_batch_size"]
+                    * {"none": 4, "selective": 2, "full": 1}[change["activation_checkpointing.mode"]]
+                ),
+                device_bytes={"all": used},
+                simulated=Stub(peak={"activations": used / 2}),
+                seconds=used / 9 + change["fsdp.reshard_after_backward"],
+            ),
+            tools__estimate__command__expected=lambda candidate, _: Stub(total=candidate.seconds),
+        ),
+        [(16, 2, 0), (16, 2, 1), (16, 2, 4), (16, 2, 9), (16, 2, 40), (24, 3, 1000)],
+    ),
+    "a micro-batch": (
+        lambda n, sent, fused: astuple(
+            planned_run.micro_batch(
+                mfu.DEVICES["h100"],
+                Counter(
+                    {
+                        work.Matmul("forward", 1, 4096, 4096, 4096, 2): n,
+                        work.Matmul("backward", 2, 512, 64, 4096, 4): n,
+                        work.Matmul("optimizer", 9, 512, 64, 4096, 4): n,
+                        work.Attention("backward", 32, 2048 * 2048 / 2, 64, 5, 2): n,
+                        work.Traffic("forward"): 10**9 * n,
+                        work.Traffic("forward", kernels=True): 20000,
+                        work.Traffic("backward"): 3 * 10**9 * n,
+                        work.Traffic("backward", kernels=True): 30,
+                    }
+                ),
+                sent,
+                fused=fused,
+            )
+        ),
+        [
+            *((n, {}, fused) for n in (1, 200) for fused in (False, True)),
+            (
+                2,
+                {"all-gather, forward": (0.003, 6), "reduce-scatter": (0.004, 2), "all-gather, backward": (0.5, 4)},
+                False,
+            ),
+            (2, {"all-gather, forward": (0.5, 6), "all-reduce": (0.001, 1)}, True),
+        ],
+    ),
+    "collectives": (
+        lambda world_size: planned_run.expected_s(
+            {
+                work.Collective(kind, 10**9, ranks): n
+                for kind, ranks, n in (("all-reduce", 2, 1), ("reduce-scatter", 8, 3), ("reduce-scatter", 16, 2))
+            },
+            mfu.DEVICES["h100"],
+            world_size,
+        ),
+        [(8,), (32,)],
+    ),
     # what is not finite
     "finite": (between_steps.finite, [(value,) for value in (0.0, -2.5, INF, -INF, NAN)]),
     "guard": (
@@ -438,6 +546,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "mean loss": (mean_with, [(value, [6.0, 4.0]) for value in (2.0, 0.0, INF, -INF, NAN)] + [(NAN, [0.0, 0.0])]),
     # when it is done, and what is said
+    "goodput": (attempts.goodput, [([], [])]),
     "due": (session.due, [(0, 0), (0, 3), (3, 3), (4, 3), (6, 3), (3, -1)]),
     "which": (listed, [(2, 3, 60), (2, 3, 61), (1, 0, 1)]),
     "clocks": (

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock, patch
 
 import pytest
 import torch
@@ -17,23 +17,28 @@ import torch
 import torchtitan_lite
 import train
 from tests.recorded import assert_recorded
-from tests.run.test_recorded_lines import BF16, PAIRS, config_of, named, result
+from tests.run.test_recorded_lines import BF16, LAST, PAIRS, config_of, named, result
 from tests.test_recorded_limits import CPU, Stub, patched
-from torchtitan_lite import api, environment, errors, progress
+from torchtitan_lite import api, bucket, commands, environment, errors, progress, terminal
 from torchtitan_lite.checkpointing import find, safetensors_file, save, storage
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import cli, load
 from torchtitan_lite.config.rules import local
-from torchtitan_lite.config.schema import RunConfig
+from torchtitan_lite.config.schema import LogConfig, RunConfig
 from torchtitan_lite.cpu import apply_shared_memory, float32_matmuls, widens
 from torchtitan_lite.distributed import evaluating, process_group
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run import (
+    between_steps,
+    checks,
     metrics,
     mfu,
+    next_phase,
     out_of_memory,
+    phases,
     preemption,
+    rank_seconds,
     resumed,
     run_folder,
     sampling,
@@ -41,18 +46,22 @@ from torchtitan_lite.run import (
     spikes,
     start_and_end,
     tasks,
+    trackers,
 )
-from torchtitan_lite.run.session import Periodic
+from torchtitan_lite.run.session import Periodic, Session, check_previous_step
 from torchtitan_lite.run.watchdog import Place, RankState, Watchdog
 from torchtitan_lite.scoring import likelihood
-from torchtitan_lite.tools import checkpoints, dry_run, generate, load_model, modes, replay
-from torchtitan_lite.tools.evaluation import evaluate
+from torchtitan_lite.tools import checkpoints, dry_run, generate, load_model, modes, replay, status
+from torchtitan_lite.tools.evaluation import documents, evaluate
 from torchtitan_lite.tools.evaluation.documents import Texts
 
 GPU, GONE, TENSOR = torch.device("cuda", 1), "Connection closed by peer", torch.tensor
 OF_TRAIN: list[Any] = ["build", "train_step", "sharded_model"]
-LOADED = Stub(notes=["n"], config=Stub(folder="runs/x", url=""))
-NO_MODE = {"check_config": False, "print_config": False, "dry_run": True}
+LOADED = Stub(notes=["n"], config=Stub(folder="runs/x", url="", run="run"))
+FAILS, NO_MODE = (
+    Mock(side_effect=errors.SaveError("failed")),
+    {"check_config": False, "print_config": False, "dry_run": True},
+)
 
 
 def told(
@@ -72,7 +81,7 @@ def told(
     def stand_in(name: str, instead: Any = None) -> Any:
         def listed(*args: Any, **more: Any) -> Any:
             line = " ".join([name, *map(str, args), *(f"{key}={value}" for key, value in more.items())])
-            said.append(re.sub(r" at 0x\w+", "", line))
+            said.append(re.sub(r" at 0x\w+| id='\d+'", "", line))
             return instead(*args, **more) if callable(instead) else instead
 
         return listed
@@ -316,7 +325,6 @@ MODES = [
     if "." not in flag and flag not in (*cli.SHORTHANDS, "-h", "--help", "--help-all", "--config")
 ]  # the last one has a value
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-WITHOUT: Any = Stub()  # a module of the standard library without the functions that only Linux has
 CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     # ranks and machines
     "the watchdog ends": (
@@ -376,6 +384,54 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             for local in (0, 2)
         ],
     ),
+    "checked": (
+        lambda text, resume, steps, newest, more: told(
+            lambda stand_in: patched(
+                lambda: modes.check(
+                    Stub(
+                        config=Stub(
+                            **{"folder": Path("runs/x"), "url": "", "data": Stub(is_prepared=text)},
+                            checkpoint=Stub(resume=resume),
+                            model=Stub(vocab_size=more.get("size", 0), resolved=lambda: {"dim": 8}),
+                        )
+                    )
+                ),
+                tools__modes__prepared=lambda loaded, folder: stand_in("prepared", (loaded, "data"))(folder),
+                tools__modes__storage__find_steps=stand_in("steps", steps),
+                tools__modes__find__candidates=stand_in("candidates", ["newest", "s3"]),
+                tools__modes__find__newest_complete=lambda folders, verify: (
+                    stand_in("verified")(*map(verify, folders)) or Stub(folder=newest)
+                ),
+                tools__modes__compatibility__require_same_run=lambda *given, fork: stand_in("compared")(*given, fork),
+            ),
+            answers={
+                "tools__modes__is_locked": lambda _: more.get("job"),
+                "tools__modes__run_folder__holder": lambda folder: f"who holds {folder}",
+                "tools__modes__run_folder__is_of_another_job": lambda _: more["job"] == "another",
+                "tools__modes__run_folder__why_not_again": lambda _, folder: more.get("why") and f"{folder} failed",
+                "tools__modes__storage__incomplete_folders": lambda _: more.get("incomplete"),
+                "tools__modes__phase_lines": lambda *_: ["a phase"],
+                "tools__modes__phases__planned": lambda *_: None,
+                "tools__modes__storage__bucket_of": lambda folder: folder == "s3",
+                "tools__modes__storage__verify": lambda folder, how: [f"{folder} by {how}"],
+                "tools__modes__storage__read_state": lambda folder: Stub(
+                    of=folder, must_match={"model.vocab_size": 9, "model.dim": 7, "data": "d"}
+                ),
+                "tools__modes__compatibility__values_to_match": lambda _config, data: {"of": data},
+                "tools__modes__flatten": lambda _: {"key": 1},
+            },
+        ),
+        [
+            *((False, "", [], None, more) for more in ({}, {"job": "mine"}, {"job": "another"}, {"why": True})),
+            *((text, "", [4], "newest", {}) for text in (False, True)),
+            (False, "y", [4], "newest", {"size": 5}),
+            (False, "y", [], "newest", {}),
+            *(
+                (False, "y", steps, None, {"incomplete": incomplete})
+                for steps, incomplete in (([], []), ([], [7]), ([4], []))
+            ),
+        ],
+    ),
     "printed by --inspect": (
         lambda rank: told(
             lambda _: modes.inspect(config_of({}), 517, lambda *given: given[1:2]),  # type: ignore[arg-type]
@@ -415,6 +471,21 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             },
         ),
         [(0, CPU), (1, CPU), (1, GPU)],
+    ),
+    "times of a dry run": (
+        lambda *times: told(
+            lambda _: dry_run.seconds_of(str),
+            answers={
+                "tools__dry_run__Timer": lambda _, **more: Stub(
+                    timeit=lambda n, left=[*times]: Stub(mean=n * left.pop(0), of=more["globals"]["compute"])
+                )
+            },
+        ),
+        [(9.0, 1.0, 5.0, 2.0, 4.0)],
+    ),
+    "bytes of a dry run": (
+        lambda n: told(lambda _: dry_run.own_bytes([a := torch.zeros(n), a[1:], torch.zeros(3, dtype=torch.int64)])),
+        [(4,)],
     ),
     "plan of a dry run": (
         lambda device, has_gpu, size: told(
@@ -531,6 +602,76 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         doing,
         [(("saving step 5", True), ("writing x", False)), (("a", True),), (("a", False), ("b", True))],
     ),
+    "seconds of a rank": (
+        lambda marks: told(
+            lambda _: rank_seconds.RankSeconds._parts(
+                Stub(_before=marks, _process=Process(1, 3, CPU, 1), _meter=Stub(parts={"data_s": 0.5}))
+            ).tolist()
+        ),
+        [
+            ([],),
+            ([(True, 1.0), (False, 3.0), (False, 4.0), (True, 6.0), (True, 7.0), (False, 7.5)],),
+            ([(False, 1.0), (True, 3.0)],),
+        ],
+    ),
+    "a call with a limit": (
+        lambda seconds: told(
+            lambda _: str(errors.within(seconds, str, 5)),
+            "errors__threading__Thread",
+            answers={"errors__threading__Thread": Stub(start=lambda: print("starts"), join=print)},
+        ),
+        [(2.5,)],
+    ),
+    "automatic collections": (
+        lambda: told(
+            lambda _: environment.disable_automatic_gc(),
+            *(f"environment__gc__{name}" for name in ("collect", "freeze", "disable")),
+        ),
+        [()],
+    ),
+    "what is flushed": (
+        lambda error: told(
+            lambda stand_in: patch("sys.stdout", Stub(flush=stand_in("stdout", Mock(side_effect=error))))(
+                lambda: patch("sys.stderr", Stub(flush=stand_in("stderr")))(terminal.flush)()
+            )()
+        ),
+        [(None,), (OSError(28, "No space"),), (ValueError("closed"),)],
+    ),
+    "documents that are scored": (
+        lambda theirs, files: told(
+            lambda _: [
+                str(each)
+                for each in documents.documents(
+                    Stub(tokenizer=theirs, source="a model"), "name", Texts(split="train", documents=2)
+                )
+            ],
+            answers={
+                "tools__evaluation__documents__paths__is_prepared": lambda _: True,
+                "tools__evaluation__documents__read_meta": lambda _: Stub(files=files, marks="marks"),
+                "tools__evaluation__documents__bpe__load": lambda _: Stub(
+                    decode=lambda tokens, **more: f"{tokens} {more}"
+                ),
+                "tools__evaluation__documents__bpe__sha256": lambda one: one if isinstance(one, str) else "own",
+                "tools__evaluation__documents__bytes_per_token": lambda *_: TENSOR([0, 10, 200, 3000]),
+                "tools__evaluation__documents__token_files__documents": lambda _folder, _meta, split: (
+                    [[1, 2], [3], [2]] if split == "train" else []
+                ),
+                "tools__evaluation__documents___encoded": lambda opened, texts: [opened.source, *texts],
+            },
+        ),
+        [("own", []), ("another", []), ("own", ["pairs.json"])],
+    ),
+    "bytes that were moved": (
+        lambda text: told(
+            lambda _: progress.moved(),
+            answers={"progress___bytes": 3, "progress__Path": lambda _: Stub(read_text=text)},
+        ),
+        [
+            (lambda: "rchar: 5\nread_bytes: 70\nwrite_bytes: 1\n",),
+            (lambda: "rchar: 5\n",),
+            (lambda: Path("/no/such").read_text(),),
+        ],
+    ),
     "a second Ctrl-C": (
         lambda rank: told(
             lambda stand_in: patched(
@@ -550,6 +691,641 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             (0, 0, 3, 0, 0, 0, 0),
             *((step, 0, 3, 5, 0, 6, 4) for step in (4, 7, 8)),
         ],
+    ),
+    "a run": (
+        lambda fails, step, missed, stops: told(
+            lambda stand_in: patch.multiple(
+                train,
+                missed_evaluations=stand_in("missed", missed),
+                run_missed=stand_in("run_missed"),
+                train=stand_in("train", FAILS if fails == "train" else None),
+                build=stand_in(
+                    "build",
+                    FAILS
+                    if fails == "build"
+                    else Stub(
+                        state=Stub(step=step),
+                        close=stand_in("closed"),
+                        preemption=MagicMock(agreed=stops),
+                        watchdog=Stub(training=contextlib.nullcontext),
+                    ),
+                ),
+            )(
+                lambda: train.run(
+                    Stub(config=Stub(train=Stub(steps=8), log="log.")),
+                    *("data", "process"),  # type: ignore[arg-type]
+                    Stub(track=stand_in("track"), close=stand_in("close the log")),
+                )
+            )(),
+            *(
+                f"run__start_and_end__{name}"
+                for name in ("require_one_run", "take_over", "report_end", "report_failure")
+            ),
+            answers={
+                "run__start_and_end__require_one_run": ["host"],
+                "run__start_and_end__report_end": 5,
+                **({f"run__start_and_end__{fails}": FAILS} if fails == "take_over" else {}),
+            },
+        ),
+        [
+            *(("", step, missed, False) for step, missed in ((3, []), (8, []), (8, ["one"]))),
+            ("", 3, ["one"], True),
+            *((stage, 3, [], False) for stage in ("build", "take_over", "train")),
+        ],
+    ),
+    "a start": (
+        lambda trains, local: told(
+            lambda stand_in: patch.multiple(
+                train,
+                prepare_process=stand_in("prepare_process"),
+                process_group=stand_in("process_group", contextlib.nullcontext(Stub(rank=local))),
+                run=stand_in("run", 5),
+                world_size=stand_in("world_size", 4),
+                Log=stand_in("Log", "log"),
+            )(lambda: train.launch(["--word"]))(),
+            *(
+                f"run__{name}"
+                for name in ("run_folder__require_writable", "run_folder__lock", "start_and_end__prepared")
+            ),
+            *("config__cli__parse", "tools__modes__run"),
+            env={"LOCAL_RANK": f"{local}", "LOCAL_WORLD_SIZE": "2"},
+            answers={
+                "run__mfu__torch__cuda__device_count": lambda: 3,
+                "config__cli__parse": lambda *_, **more: Stub(trains=trains, loaded=LOADED),
+                "run__run_folder__lock": lambda _: Stub(release=lambda: print("released")),
+                "run__start_and_end__prepared": lambda _: ("loaded", "data"),
+                "run__checks__ALL": "checks",
+                "checkpointing__find__config_to_resume": str,
+            },
+        ),
+        [(True, 0), (True, 1), (False, 0)],
+    ),
+    "the parts of a run": (
+        lambda step, resumed, lengths, fails: told(
+            lambda stand_in: patch.multiple(
+                train,
+                **{
+                    name: stand_in(name, FAILS if fails == name else answer)
+                    for name, answer in {
+                        "Watchdog": Stub(
+                            close=stand_in("closed"),
+                            loading=lambda what: contextlib.nullcontext(stand_in("while")(what)),
+                        ),
+                        **{
+                            "build_profile": "profile",
+                            "build_mesh": "mesh",
+                            "Meter": "meter",
+                            "build_loader": "loader",
+                        },
+                        "build_model": Stub(
+                            register_forward_pre_hook=lambda _: print("a hook"), use_context=stand_in("context")
+                        ),
+                        "build_periodic_work": (["work"], {"validation": 1, "tasks": 2}),
+                        **{"Preemption": "preemption", "build_checkpointer": "checkpointer", "GradScaler": "scaler"},
+                        "fresh_state": Stub(step=0),
+                        "load_newest": resumed and Stub(continued_by=lambda fresh: Stub(step=step, after=fresh.step)),
+                        "build_guards": ["guard"],
+                    }.items()
+                },
+            )(
+                lambda: str(
+                    vars(
+                        train.build(
+                            Stub(
+                                **{
+                                    "folder": Path("/runs/x"),
+                                    "run": Stub(max_minutes=3),
+                                    "optim": "optim",
+                                    "grad_scaler": 2,
+                                },
+                                fsdp=Stub(uses_float16=True),
+                            ),
+                            Stub(vocab_size=300),
+                            Stub(device="device", world_size=4),
+                            "log",  # type: ignore[arg-type]
+                        )
+                    ).keys()
+                )
+            )(),
+            *("run__start_and_end__connect", "optim__optimizer__build_optimizer", "distributed__fsdp__averaged_over"),
+            *(
+                "run__phases__open_phase",
+                "run__start_and_end__peak_tokens_per_second",
+                "run__session__Session__measure",
+            ),
+            answers={
+                "run__phases__open_phase": lambda config, _data, state, step: (
+                    Stub(model="longer") if lengths else config,
+                    f"samples of {step}",
+                    Stub(**vars(state) | {"step": step, "grad_scaler": {"scale": 4}}),
+                ),
+            },
+        ),
+        [(7, True, False, ""), (7, True, True, ""), (7, True, False, "load_newest"), (0, False, False, "Meter")],
+    ),
+    "checkpoints of a run": (
+        lambda remote: told(
+            lambda stand_in: patch.multiple(train, Checkpointer=stand_in("Checkpointer"), WAYS="ways")(
+                lambda: train.build_checkpointer(
+                    Stub(folder=Path("x"), checkpoint="keys", run=Stub(remote=remote)),
+                    *("model", "optimizer", "process"),  # type: ignore[arg-type]
+                )
+            )(),
+            "checkpointing__remote__Remote",
+            answers={"checkpointing__remote__Remote": "remote", "run__run_folder__job": lambda: "job"}
+            | {"run__attempts__best_step": "best", "run__attempts__claim_of": "claims"},
+        ),
+        [("",), ("s3://x",)],
+    ),
+    "the model of a run": (
+        lambda offload: told(
+            lambda stand_in: patch.multiple(
+                train,
+                **{name: stand_in(name) for name in ("materialize", "set_group_timeouts")},
+                sharded_model=stand_in("sharded_model", "model"),
+            )(
+                lambda: train.build_model(
+                    Stub(run=Stub(seed=3), fsdp=Stub(cpu_offload=offload)),
+                    *(300, "mesh", Process(1, 2, CPU, 1)),  # type: ignore[arg-type]
+                )
+            )(),
+            answers={"cpu__widens": lambda _config, process: f"of {process.rank}"},
+        ),
+        [(False,), (True,)],
+    ),
+    "the sharded model": (
+        lambda device, objective, phases, shared_memory, float8: told(
+            lambda stand_in: patch.multiple(train, freeze=stand_in("freeze"))(
+                lambda: train.sharded_model(
+                    Stub(
+                        **{
+                            "model": "sizes",
+                            "optim": Stub(freeze="frozen"),
+                            "speed": Stub(shared_memory=shared_memory, float8=float8),
+                            "fsdp": "fsdp",
+                        },
+                        **{"activation_checkpointing": "recomputed", "compile": "compile"},
+                        data=Stub(objective=objective),
+                        train=Stub(phases=phases),
+                    ),
+                    *(517, Stub(device_type=device)),
+                    widen=True,
+                )
+            )(),
+            *(f"distributed__float8__{name}" for name in ("convert", "gather_in_float8")),
+            *("cpu__apply_shared_memory", "distributed__fsdp__apply_fsdp", "cpu__apply", "models__build"),
+            *(f"distributed__recompute_and_compile__apply_{name}" for name in ("activation_checkpointing", "compile")),
+            answers={"models__build": "model", "models__LossOptions__from_config": lambda _: "losses"},
+        ),
+        [
+            ("cpu", "causal", [], True, False),
+            ("cuda", "causal", [], False, True),
+            ("cpu", "pairs", ["one"], False, False),
+            ("cuda", "causal", ["one"], True, False),
+        ],
+    ),
+    "batches of a run": (
+        lambda device: told(
+            lambda stand_in: patch.multiple(
+                train, Loader=stand_in("Loader", "loader"), PrefetchingLoader=stand_in("ahead")
+            )(
+                lambda: train.build_loader(
+                    config_of({"run.seed": 3, "train.micro_batch_size": 5, "train.global_batch_size": 40}),
+                    "samples",  # type: ignore[arg-type]
+                    Process(2, 8, device, 1),
+                )
+            )()
+        ),
+        [(CPU,), (GPU,)],
+    ),
+    "guards": (
+        lambda values: told(
+            lambda stand_in: patch.multiple(train, FiniteGuard=stand_in("FiniteGuard"))(
+                lambda: train.build_guards(
+                    config_of(values),
+                    Process(0, 8, CPU, 1),
+                    TrainState(skipped=[4]),
+                    *("scaler", "checkpointer", "log"),  # type: ignore[arg-type]
+                )
+            )(),
+            answers={
+                "run__spikes__build_guard": lambda _config, _process, _state, skipped, *more: (skipped.append(5), more)
+            },
+        ),
+        [
+            ({"train.max_skipped": 7, "train.on_nonfinite": on, "spike.action": a},)
+            for on, a in (("skip", "off"), ("stop", "log"))
+        ],
+    ),
+    "what a run begins with": (
+        lambda saved, source, fails: told(
+            lambda stand_in: train.load_newest(
+                Stub(model=Stub(init_from=source)),
+                Stub(
+                    load=stand_in("load", FAILS if fails else saved),
+                    load_weights=lambda find, read: stand_in("load_weights")(find(), read("folder")),
+                    notes=["one is damaged"],
+                ),
+                Stub(values="values"),
+                Stub(info=stand_in("info")),
+            ),
+            *("huggingface__weights__find_weights", "huggingface__weights__open_weights"),
+        ),
+        [("saved", "x", False), (None, "x", False), (None, "", False), (None, "x", True)],
+    ),
+    "a step": (
+        lambda step, explicit, norms: told(
+            lambda stand_in: patch.multiple(
+                train,
+                forward_backward=lambda _s, step, batch: stand_in("forward_backward", "loss")(step, batch),
+                check_previous_step=lambda s: stand_in("checked")(s.state.step),
+                StepRecord=stand_in(
+                    "StepRecord",
+                    Stub(loss_sum="sum", targets="targets", grad_norm="norm", finite=TENSOR(False), squares={"a": 1}),
+                ),
+            )(
+                lambda: train.train_step(
+                    Stub(
+                        **{"model": "model", "process": "process", "preemption": Stub(requested=lambda: "stops")},
+                        config=Stub(train=Stub(boundaries=lambda phases: phases)),
+                        phase=Stub(
+                            fsdp=Stub(explicit_prefetching=explicit),
+                            train=Stub(batch_size=lambda n: 10 * n, steps=8),
+                            data=Stub(position=lambda at, size: at + size // 10),
+                            log=Stub(every=3, norms=norms),
+                            optim=Stub(max_norm=2.5),
+                        ),
+                        state=Stub(step=step - 1, phases=[4], samples_consumed=100, after_step=stand_in("after")),
+                        meter=Stub(
+                            timing=lambda part: contextlib.nullcontext(stand_in("time of")(part)),
+                            add_loss=stand_in("add_loss"),
+                        ),
+                        loader=Stub(batch=stand_in("batch", Stub(global_tokens=7, source_tokens="of sources"))),
+                        watchdog=Stub(computing=stand_in("computing")),
+                        rank_seconds=Stub(step=lambda timed: contextlib.nullcontext(stand_in("timed")(timed))),
+                        blocks=Stub(
+                            **{"replicas": 2, "names": "names", "squares": stand_in("squares", "squares")},
+                            of_update=stand_in("of_update", {"b": 2}),
+                        ),
+                        scaler=Stub(scale="scale", update=stand_in("scale")),
+                        metrics=[Stub(parts=stand_in("parts", "parts"))],
+                        guards=[Stub(withholds=lambda _, found=found: TENSOR(found)) for found in (True, False)],
+                        optimizer=Stub(update=stand_in("update")),
+                    ),
+                    step,
+                )
+            )(),
+            *("distributed__fsdp__unshard_first", "optim__optimizer__squared_norm", "optim__optimizer__learning_rate"),
+            *("optim__optimizer__clip_factor", "optim__optimizer__gradient_norms"),
+            answers={
+                "optim__optimizer__gradient_norms": "norms",
+                "run__next_phase__enter": lambda _s, step, *built: print(
+                    "a phase at", step, *(f.__name__ for f in built)
+                ),
+                **{f"optim__optimizer__{name}": name for name in ("squared_norm", "learning_rate", "clip_factor")},
+            },
+        ),
+        [(2, False, True), (3, True, True), (4, False, False), (5, False, True), (8, False, True)],
+    ),
+    "the step before": (
+        lambda found, asked, agreed: told(
+            lambda stand_in: [
+                s := Stub(
+                    guards=[
+                        Stub(check=lambda record, one=one: stand_in("check", one and Stub(**one))(record.step))
+                        for one in found
+                    ],
+                    log=Stub(record=stand_in("record"), info=stand_in("info")),
+                    preemption=Stub(agreed=agreed),
+                    pending=Stub(step=5, numbers=Stub(stop_requests=asked)),
+                ),
+                *map(check_previous_step, [s, s]),
+                s.preemption.agreed,
+            ][3:]
+        ),
+        [
+            *(([None], asked, agreed) for asked in (0.0, 2.0) for agreed in (False, True)),
+            ([{"line": "a spike", "record": {"spike": 1}, "error": None}, None], 1.0, False),
+            ([{"line": "", "record": {}, "error": errors.SpikeError("stops")}, None], 1.0, False),
+        ],
+    ),
+    "a run of all ranks": (
+        lambda refused: told(
+            lambda _: start_and_end.require_one_run(LOADED, "data", Process(0, 2, CPU, 1)),  # type: ignore[arg-type]
+            *(f"run__start_and_end__{name}" for name in ("require_agreement", "require_shared")),
+            answers={
+                "run__start_and_end__on_rank0": lambda action, _: action(),
+                "run__start_and_end__run_folder__why_not_again": lambda loaded, folder: refused and f"{folder} failed",
+                "run__start_and_end__require_agreement": ["host"],
+            },
+        ),
+        [("",), ("yes",)],
+    ),
+    "notes of a start": (
+        lambda rank, resumed, kept, begin_token: told(
+            lambda stand_in: start_and_end.log_start(
+                Stub(kept=kept),
+                Stub(folder=Path("d"), sources=[Stub(meta=Stub(marks=[0, 9]))]),
+                Stub(
+                    config=config_of({"tokenizer.begin_token": begin_token}).model_copy(
+                        update={"model": Stub(init_from="w", model_dump=dict)}
+                    ),
+                    log=Stub(info=stand_in("info")),
+                    resumed=resumed,
+                    process=Stub(rank=rank),
+                    checkpointer=Stub(forked_from=None),
+                ),
+            ),
+            "huggingface__weights__tokenizer_notes",
+            answers={
+                "run__start_and_end__start_lines": lambda _: "start",
+                "run__start_and_end__flatten": lambda _: {"optim.lr": 0.5, "run.name": "x"},
+                "huggingface__weights__tokenizer_notes": ["a note"],
+            },
+        ),
+        [
+            (0, False, [], ""),
+            (0, False, [], "b"),
+            (1, False, [], ""),
+            (1, False, ["optim.lr"], ""),
+            (0, True, ["optim.lr", "run.name"], ""),
+        ],
+    ),
+    "a validation": (
+        lambda ema, rank: told(
+            lambda stand_in: between_steps.validate(
+                Stub(n_samples=9),
+                Stub(
+                    **{"state": Stub(step=6), "process": Process(rank, 2, CPU, 1), "model": "m", "optimizer": "o"},
+                    log=Stub(record=stand_in("record"), info=stand_in("info")),
+                    config=Stub(folder="x", optim=Stub(ema_decay=ema)),
+                ),
+            ),
+            *(f"run__between_steps__{name}" for name in ("evaluate", "evaluate_average", "eval_line")),
+            answers={
+                "run__between_steps__time": Stub(perf_counter=iter((3.0, 5.0)).__next__),
+                "run__between_steps__evaluate": Stub(record=lambda: {"val_loss": 4.0}),
+                "run__between_steps__evaluate_average": ({"ema_val_loss": 3.0}, "a line"),
+                "run__between_steps__attempts__best_step": lambda folder, steps: max(steps) if folder == "x" else 0,
+            },
+        ),
+        [(0.0, 0), (0.9, 0), (0.0, 1)],
+    ),
+    "tasks in between": (
+        lambda: told(
+            lambda stand_in: tasks.Tasks(["a", "b"], {}).score(  # type: ignore[list-item]
+                Stub(
+                    **{
+                        "state": Stub(step=6),
+                        "process": Process(1, 2, CPU, 1),
+                        "model": "m",
+                        "config": Stub(fsdp="fsdp"),
+                    },
+                    log=Stub(record=stand_in("record"), info=stand_in("info")),
+                )
+            ),
+            *("run__tasks__generating", "run__tasks__score"),
+            answers={
+                "run__tasks__time": Stub(perf_counter=iter((7.0, 11.0)).__next__),
+                "run__tasks__generating": contextlib.nullcontext(),
+                "run__tasks__record": lambda one: {"scored": one},
+                "run__tasks__line": lambda one: f"line {one}",
+                "run__tasks__score": "score",
+            },
+        ),
+        [()],
+    ),
+    "the end of its threads": (
+        lambda remote: told(
+            lambda stand_in: Session.close(
+                Stub(
+                    **{name: Stub(close=stand_in(name)) for name in ("loader", "watchdog")},
+                    checkpointer=Stub(remote=Stub(close=stand_in("remote")) if remote else None),
+                )
+            )
+        ),
+        [(True,), (False,)],
+    ),
+    "a phase": (
+        lambda compiles: told(
+            lambda stand_in: next_phase.enter(
+                Stub(
+                    **{name: name for name in ("data", "samples", "process", "scaler", "checkpointer")},
+                    config=config_of(
+                        {
+                            **{
+                                "data.path": "x",
+                                "train.phases": [{"from_step": 4}, {"from_step": 6, "optim": {"lr": 0.5}}],
+                            },
+                            **{"train.steps": 9, "optim.warmup_steps": 2, "compile.enabled": compiles},
+                            "compile.backend": "eager",
+                        }
+                    ),
+                    state=TrainState(step=6, phases=[4], spikes={"losses": [1.0]}),
+                    loader=Stub(close=stand_in("close")),
+                    guards=[
+                        Stub(state=lambda: {"skipped": [3]}),
+                        Stub(state=lambda: {"skipped": [3, 7], "spikes": {"losses": [2.0]}}),
+                    ],
+                    source_losses=Stub(begin=stand_in("sources")),
+                    model=Stub(use_context=stand_in("context")),
+                    log=Stub(record=stand_in("record"), info=stand_in("info")),
+                    meter=Stub(),
+                ),
+                7,
+                stand_in("build_loader"),
+                lambda phase, process, begun, *more: stand_in("build_guards")(phase.model, begun.skipped, begun.spikes),
+            ),
+            "run__next_phase__start_and_end__peak_tokens_per_second",
+            answers={
+                "run__next_phase__check_previous_step": lambda s: s.log.info(f"seen by {len(s.guards)} guards"),
+                "run__next_phase__phases__place_lines": lambda state: [f"places of {state.phases}"],
+                "run__next_phase__phases__open_phase": lambda _config, data, state, step: (
+                    Stub(model=f"model of {step}, {data}"),
+                    Stub(names=["a", "b"]),
+                    replace(state, phases=[4, 6]),
+                ),
+            },
+        ),
+        [(False,), (True,)],
+    ),
+    "taking over": (
+        lambda step, segments, remote: told(
+            lambda stand_in: start_and_end.take_over(
+                ["a", "c"],
+                "loaded",  # type: ignore[arg-type]
+                Stub(folder=Path("/no/such")),
+                Stub(
+                    config=Stub(folder=Path("/runs/x"), train=Stub(steps=8)),
+                    process=Process(0, 2, CPU, 1),
+                    log=Stub(info=stand_in("info")),
+                    state=TrainState(step=step, samples_consumed=9, segments=[{}] * segments, phases=[4]),
+                    resumed=TrainState(segments=[{}]) if step else None,
+                    watchdog=Stub(loading=lambda what: contextlib.nullcontext(stand_in("while")(what))),
+                    preemption=Stub(),
+                    checkpointer=Stub(
+                        folder="checkpoints",
+                        forked_from=None,
+                        require_space=stand_in("require_space"),
+                        remote=Stub(claim="claim", upload_small_files=stand_in("upload")) if remote else None,
+                    ),
+                ),
+            ),
+            *(f"run__start_and_end__{name}" for name in ("storage__remove_leftovers", "write_durably")),
+            *(f"run__start_and_end__{name}" for name in ("run_folder__record_start", "run_folder__facts")),
+            answers={
+                "run__start_and_end__attempts__read": lambda _: LAST,
+                "run__start_and_end__log_start": lambda loaded, *_: print("the start of what is", loaded),
+                "run__start_and_end__on_rank0": lambda action, _: action(),
+                "run__start_and_end__to_toml_with_origins": str,
+                "run__start_and_end__run_folder__facts": lambda _, hosts: {"hosts": hosts},
+            },
+        ),
+        [(0, 1, False), (5, 1, True), (8, 1, False), (5, 2, False)],
+    ),
+    "prepared": (
+        lambda values, folder: told(
+            lambda _: [str(each)[:25] for each in start_and_end.prepared(Stub(config=config_of(values)), folder)],
+            answers={
+                "bucket__Bucket": lambda url: Stub(fetch_run=lambda folder: print("fetched", url, folder)),
+                "run__start_and_end__attempts__read": lambda folder: (
+                    [] if folder is None else print(folder) or [Stub(must_match={"data": n}) for n in "ab"]
+                ),
+                "run__start_and_end__prepare_all": lambda *given: f"data {given[3:]}",
+                "run__epochs__resolved": lambda loaded, data: (f"{loaded.config.data.packing} in steps", data),
+            },
+        ),
+        [
+            ({"run.out_dir": "/runs"}, None),
+            ({"run.out_dir": "/runs", "run.remote": "s3://x/", "eval.every": "epoch"}, None),
+            ({"run.out_dir": "/runs", "run.remote": "s3://x/", "data.packing": "best_fit"}, Path("/moved")),
+        ],
+    ),
+    "a folder to write to": (
+        lambda may: told(
+            lambda _: run_folder.require_writable(Path("/no/such/run")),
+            "run__run_folder__os__access",
+            answers={"run__run_folder__os__access": lambda *_: may},
+        ),
+        [(True,), (False,)],
+    ),
+    "who locked": (run_folder.holder, [(Path("/no/such"),)]),
+    "an end on a full disk": (
+        lambda name: told(
+            lambda _: run_folder.record_end(Path("x"), Process(0, 2, CPU, 1), 3, "failed", 5, "why", repeats=True),
+            *(f"run__run_folder__{each}" for each in ("attempts__add", "write_durably")),
+            answers={
+                "run__run_folder__time": Stub(time=lambda: 9.12345),
+                "run__run_folder__socket__gethostname": lambda: "a",
+                f"run__run_folder__{name}": Mock(side_effect=OSError(28, "No space")),
+            },
+        ),
+        [("attempts__add",), ("write_durably",)],
+    ),
+    "a lock that fails": (
+        lambda folder: told(
+            lambda _: str(run_folder.lock(Path(folder))), answers={"run__run_folder__on_rank0": lambda action: action()}
+        ),
+        [("/dev/null/x",)],
+    ),
+    "a lock that is looked at": (
+        lambda *error: told(
+            lambda stand_in: patched(
+                lambda: status.is_locked(Path("x")),
+                tools__status__os=Stub(open=stand_in("open", 7), close=stand_in("close"), O_RDONLY=0),
+                tools__status__fcntl=Stub(flock=stand_in("flock", Mock(side_effect=error)), LOCK_SH=1, LOCK_NB=4),
+            )
+        ),
+        [(None,), (BlockingIOError(11, "locked"),), (OSError(37, "No locks"),)],
+    ),
+    "a line that is lost": (
+        lambda error: told(
+            lambda stand_in: patch("sys.stdout", Mock(write=Mock(side_effect=error)))(
+                lambda: patched(lambda: terminal.print_line("x"), terminal__print_error_once=stand_in("once"))
+            )()
+        ),
+        [(OSError(28, "No space"),), (ValueError("closed"),)],
+    ),
+    "without enough brackets": (
+        lambda values: told(
+            lambda _: str(tasks.Tasks.from_config(config_of(values), "data")),  # type: ignore[arg-type]
+            answers={
+                "run__tasks__find": Mock(side_effect=errors.DataError("too few brackets")),
+                "run__tasks__values_of_ranks": lambda digests: [digests],
+            },
+        ),
+        [({},), ({"eval.tasks": ["brackets"]},)],
+    ),
+    "a state of version 1.0": (
+        lambda n, known: told(
+            lambda _: str(
+                phases.open_phase(
+                    config_of({"train.steps": 9}),
+                    Stub(mixed=lambda _: None),
+                    TrainState(step=4, tokens=n, samples_consumed=7, source_tokens=known),
+                    5,
+                )[2].source_tokens
+            ),
+            answers={
+                "run__phases__open_segment": lambda *_: (Stub(positions=lambda n: {"a": n - 4, "b": 3, "c": 1}), [{}])
+            },
+        ),
+        [(100, {}), (100, {"a": 5}), (0, {})],
+    ),
+    "a run of W&B": (
+        lambda known: told(
+            lambda stand_in: patch.dict(
+                "sys.modules",
+                wandb=Stub(init=stand_in("init", Stub(id="new", log=stand_in("log"), finish=stand_in("finish")))),
+            )(
+                lambda: [
+                    tracker := trackers.weights_and_biases(
+                        LogConfig(wandb_project="p"), Path("runs/mine"), TrainState(config={"a": 1})
+                    ),
+                    tracker.write({"step": 3, "loss": 2.0, "val_loss": 4, "time": 9.0}),
+                    tracker.close(),
+                ][3:]
+            )(),
+            "run__trackers__Path__write_text",
+            answers={
+                "run__trackers__Path__is_file": lambda _: known,
+                "run__trackers__Path__read_text": lambda *_, **__: "old\n",
+            },
+        ),
+        [(True,), (False,)],
+    ),
+    "periodic work": (
+        lambda values: told(
+            lambda _: [
+                str([[work.name, work.every, work.at_stop, *work.keys] for work in found])
+                if isinstance(found, list)
+                else str(found)
+                for found in between_steps.build_periodic_work(config_of(values), "data", Process(1, 2, CPU, 1))  # type: ignore[arg-type]
+            ],
+            answers={
+                "run__between_steps__Validation__from_config": lambda _config, *given: Stub(
+                    description=lambda: {"given": given}
+                ),
+                "run__tasks__Tasks__from_config": lambda *_: Stub(digests={"a": "1", "b": "2"}),
+                "run__sampling__Prompts__from_config": lambda *_: "prompts",
+            },
+        ),
+        [
+            ({"log.every": 2, "eval.every": 3, "eval.tasks_every": 4, "checkpoint.every": 5, "sample.every": 6},),
+            ({"optim.ema_decay": 0.9, "sample.every": 0},),
+            ({"eval.every": 0, "eval.tasks": []},),
+        ],
+    ),
+    "columns that ranks share": (
+        lambda n: told(
+            lambda _: str(
+                checks.check_patterns(
+                    config_of({"fsdp.shard_columns": ["*.wq.weight"], "fsdp.dp_replicate": 2, "model.dim": 128}, 6)
+                )
+            ),
+            env={"WORLD_SIZE": n},
+        ),
+        [(n,) for n in ("4", "6")],
     ),
     "a save": (
         lambda ends, background, error: told(
@@ -752,6 +1528,65 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [(1, 1.0), (2, 0.5)],
     ),
+    "clipped by the API": (
+        lambda most: told(
+            lambda _: [
+                p := torch.nn.Parameter(torch.ones(2)),
+                (p * TENSOR([3.0, 4.0])).sum().backward(),
+                api.clip_grad_norm(torch.nn.ParameterList([p]), torch.optim.SGD([p]), most).item(),
+                str(p.grad),
+            ][2:]
+        ),
+        [(2.5,), (9.0,)],
+    ),
+    "data of the API": (
+        lambda: told(
+            lambda _: str(vars(vars(api.open_data("config"))["tokenizer"])),  # type: ignore[arg-type]
+            answers={
+                "api__prepared": lambda loaded: (
+                    Stub(config=f"{loaded.config} in steps"),
+                    Stub(folder=Path("d"), end_token=7, sources=[Stub(meta=Stub(marks=[7, 9]))]),
+                ),
+                "api__tokenizers__Tokenizer": Stub(from_file=str),
+                "api__source_prefix": lambda folder: f"prefix of {folder}",
+            },
+        ),
+        [()],
+    ),
+    "a model that the API opens": (
+        lambda more: told(
+            lambda _: str(api.load_model("run", **more)),
+            answers={"api__loading__open_model": refuse, "api__loading__device_of": str, "api__paths__expand": Path},
+        ),
+        [({},), ({"device": "cuda", "dtype": torch.bfloat16, "tokenizer": Path("t.json")},)],
+    ),
+    "fetched": (
+        lambda n: told(
+            lambda stand_in: bucket.Bucket.fetch(
+                Stub(url="s3://x", fs=Stub(open=stand_in("open", Mock(side_effect=FileNotFoundError)))),
+                *("a/b", Path("f"), n, "hash"),
+            ),
+            answers={"bucket__shutil__disk_usage": lambda _: Stub(free=5120)},
+        ),
+        [(5120,), (5121,)],
+    ),
+    "rate of the API": (
+        lambda step: told(
+            lambda _: api.set_learning_rate(
+                Stub(param_groups=[]),
+                config_of(
+                    {
+                        "data.path": "x",
+                        "optim.warmup_steps": 2,
+                        "train.steps": 9,
+                        "train.phases": [{"from_step": 4, "optim": {"lr": 0.5}}],
+                    }
+                ),
+                step,
+            )
+        ),
+        [(step,) for step in (1, 4, 5, 9)],
+    ),
     "a model of the API": (
         lambda values: told(
             lambda _: api.build_model(config_of({"run.device": "cpu"} | values), 517),
@@ -763,6 +1598,60 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             ({"optim.freeze": ["layers.0.*"], "activation_checkpointing.mode": "full", "run.seed": 3},),
             (PAIRS | {"model.family": "t5", "compile.enabled": True, "speed.fused_functions": False},),
         ],
+    ),
+    "own data of a model": (
+        lambda config, state: told(
+            lambda _: str(load_model.Opened.own_data(Stub(config=config, state=state, source="x"))),
+            *("tools__load_model__prepare_all", "tools__load_model__require_same_data"),
+            answers={"tools__load_model__prepare_all": lambda *given: [given[0], given[1], given[3]]},
+        ),
+        [
+            (Stub(data="data", tokenizer="tokenizer"), Stub(must_match="hashes")),
+            *((None, Stub(must_match="hashes")), (Stub(data="data", tokenizer="tokenizer"), None)),
+        ],
+    ),
+    "data of another hash": (
+        lambda *hashes: told(
+            lambda _: load_model.require_same_data(
+                "runs/x",
+                Stub(tokenizer_sha256=hashes[0], hashes=lambda: {"data": hashes[1], "order": hashes[2]}),
+                Stub(must_match={"tokenizer": "a", "data": "b", "order": "c", "model.dim": 8}),
+            )
+        ),
+        [("a", "b", "c"), ("x", "b", "c"), ("a", "x", "y")],
+    ),
+    "a command line": (
+        lambda words, others: told(
+            lambda stand_in: commands.run(
+                "data.prepare",
+                words,
+                {"--name -n": {"default": "d"}, "--several": commands.SEVERAL},
+                lambda given: stand_in("main", 5)(given.name, given.several, given.first, given.rest),
+                exclusive=[{"--first": {}, "--second": {}}],
+                others=others,
+            ),
+            "commands__prepare_streams",
+            answers={
+                "commands__run_cli": lambda name, main: [name, main()],
+                "commands__argparse__ArgumentParser__error": lambda _, text: refuse(text),
+            },
+        ),
+        [
+            *(([], False), (["-n", "x", "--several", "a", "b", "--several", "c"], False), (["--nam", "x"], True)),
+            *((["--first", "1", "--second", "2"], True), (["word"], False)),
+        ],
+    ),
+    "asked for prompts": (
+        lambda is_terminal: told(
+            lambda stand_in: patched(
+                lambda: patch("builtins.input", stand_in("input", lambda _, left=["a", ""]: left.pop(0)))(
+                    lambda: generate.converse("opened", generate.Options())  # type: ignore[arg-type]
+                )(),
+                tools__generate__sys=Stub(stdin=Stub(isatty=lambda: is_terminal)),
+                tools__generate__answer=lambda opened, prompt, options: stand_in("answer")(opened, prompt),
+            )
+        ),
+        [(True,), (False,)],
     ),
     "device of a tool": (
         lambda name, has_gpu: told(
@@ -823,7 +1712,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
                 lambda: safetensors_file._start_writeback(3, 40, 50),
                 checkpointing__safetensors_file__os=Stub(posix_fadvise=stand_in("fadvise"), POSIX_FADV_DONTNEED=4)
                 if has
-                else WITHOUT,
+                else Stub(),  # without the functions that only Linux has
             )
         ),
         [(True,), (False,)],
@@ -898,8 +1787,8 @@ def together(rank: int) -> dict[str, Any]:
     )
 
     def sampled(references: list[str]) -> Any:
-        prompts: Any = Stub(texts=["a" * 121], ids=[[1, 2]], end=0, references=references)
-        prompts.config = Stub(temperature=0.0, max_tokens=3)
+        prompts: Any = Stub(texts=["", "a" * 121], ids=[[9], [1, 2]], end=8, references=references)
+        prompts.config = Stub(temperature=0.5, max_tokens=3)
         prompts.tokenizer = Stub(decode=lambda ids: " ".join(map(str, ids)))
         sampling.sample(prompts, session)
         return [{**each, "seconds": 0} if isinstance(each, dict) else each for each in said[-2:]]
@@ -938,14 +1827,19 @@ def together(rank: int) -> dict[str, Any]:
             name: (
                 lambda references=references: sampled(references),
                 {
-                    "run__sampling__time": Stub(perf_counter=iter((6.0, 7.0)).__next__),
+                    "run__sampling__time": Stub(perf_counter=iter((3.0, 5.0, 6.0, 7.0)).__next__),
                     "run__sampling__generating": lambda *_: contextlib.nullcontext(),
-                    "run__sampling__Sampler": lambda *_, seed: lambda _: 40 + rank,
-                    "run__sampling__new_tokens": lambda _model, ids, _n, agreed, _end: [agreed(ids), agreed(ids) + 1],
+                    "run__sampling__Sampler": lambda heat, seed: lambda _: 40 + rank + round(100 * heat) + seed % 1000,
+                    "run__sampling__new_tokens": lambda _model, ids, n, agreed, end: [
+                        agreed(ids),
+                        agreed(ids) + 1,
+                        n,
+                        *end,
+                    ],
                     "run__sampling__is_encoder_decoder": lambda _, references=references: bool(references),
                 },
             )
-            for name, references in (("sampled", ["b"]), ("continued", []))
+            for name, references in (("sampled", ["", "b"]), ("continued", []))
         },
         "tasks": (
             lambda: str(tasks.Tasks.from_config(config, data)),
@@ -970,7 +1864,10 @@ def together(rank: int) -> dict[str, Any]:
             },
         ),
         "stopped": (
-            lambda: [start_and_end.report_end(session), *said[-2:]],
+            lambda: [
+                [vars(session.preemption).update(reason=why), start_and_end.report_end(session), *said[-2:]][1:]
+                for why in (reasons[rank], run_folder.JOINS * (rank == 1))
+            ],
             {"run__start_and_end__run_folder__record_end": lambda *given: said.append(str(given[2:]))},
         ),
         "missed": (
@@ -1058,6 +1955,10 @@ def together(rank: int) -> dict[str, Any]:
                 *(str(each.mock_calls) for each in (asked.watchdog, asked.meter)),
             ],
             {},
+        ),
+        "too few entries": (
+            lambda: start_and_end.require_agreement(config_of({"model.vocab_size": 8}, 4), data, one),
+            {"run__start_and_end__socket__gethostname": lambda: host},
         ),
         "versions": (
             lambda: start_and_end.require_agreement(config, data, replace(one, device=GPU if rank == 2 else CPU)),

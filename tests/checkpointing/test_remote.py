@@ -311,8 +311,14 @@ def test_a_start_keeps_no_older_history_mixes_no_runs_and_writes_nothing_elsewhe
         own.fetch_run(history.parent)
     assert history.read_text() == '{"claim": ""}\n'
     own.fs.pipe_file("checkpoints/../../stolen", b"")
-    own.fetch("checkpoints/../../stolen", history.parent, 0, hashlib.sha256().hexdigest())
-    assert (history.parent / "stolen").is_file()
+    said = [
+        own.fetch("checkpoints/../../stolen", history.parent, 0, sha256)
+        for sha256 in ("another", hashlib.sha256().hexdigest())
+    ]
+    assert (said, sorted(os.listdir(history.parent))) == (
+        [f"{own.url}/checkpoints/../../stolen: its SHA-256 does not match the manifest: the object is damaged", ""],
+        ["attempts.jsonl", "stolen"],
+    )
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,11 @@ HISTORIES: dict[str, Namespace] = {
         asked=[7, 10, 12, 21],
         others={"source": [8]},
     ),
+    "a fork that has nothing to do": history(
+        [start(0, 8, fork=FROM_8, config={"train.steps": 8}, end=("complete", 8, 20, ""))],
+        asked=[8, 9],
+        others=SOURCE,
+    ),
     "a fork of a fork, killed after its first save, resumed": history(
         [
             start(0, 10, [12, 14, 16], validated={12: 6.5, 16: 6.0}, saved=[14], fork="fork/checkpoints/step-00000010"),
@@ -353,7 +358,10 @@ def said_of(
     with (folder / (".lock" if told.lock else "run.json")).open("a") as file:
         if told.locked:
             fcntl.flock(file, fcntl.LOCK_EX)
-        found["status"] = [status.main([str(folder)]), *capsys.readouterr().out.splitlines()]
+        found["status"] = [
+            *(status.main([str(folder), *more]) for more in ([], ["--json"])),
+            *capsys.readouterr().out.splitlines(),
+        ]
         found["report"] = run = tried(runs.read_run, folder)
     if isinstance(run, runs.Run):
         page = pytest.importorskip("torchtitan_lite.tools.report.page")

@@ -440,6 +440,13 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             ({"train.steps": 110}, (3, 1), SAMPLES),
         ],
     ),
+    "phase_lines": (
+        lambda first, last, values: console.phase_lines(
+            config_of({"train.steps": 40, "data.path": "x", "train.phases": [{"from_step": 9}]}, 1),
+            [(range(first, last + 1), config_of(values, 1), *planned(SAMPLES, 60)[0][2:])],
+        ),
+        [(1, 9, {"optim.warmup_steps": 20}), (1000, 1001, {"train.batch_schedule": [[0, 8], [1000, 16]]})],
+    ),
     "step_line": (
         console.step_line,
         [
