@@ -22,7 +22,7 @@ import torch
 from tests.recorded import assert_recorded, differences
 from tests.run.test_recorded_lines import ONE_SOURCE, PAIRS, SAMPLES, T5, config_of, data_lines, planned, result
 from torchtitan_lite import environment
-from torchtitan_lite.checkpointing import compatibility, safetensors_file, storage
+from torchtitan_lite.checkpointing import compatibility, safetensors_file, shards, storage
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import GradScalerConfig, SpikeConfig
 from torchtitan_lite.cpu import attention as by_blocks
@@ -460,6 +460,14 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             *((n, "float32") for n in range(8)),
             *((0,), (0, "int16")),
         ],
+    ),
+    "layout": (
+        lambda *dtypes: str(shards.layout_of({f"t{i}": torch.ones(3, dtype=d) for i, d in enumerate(dtypes)}, [2, 4])),
+        [(torch.bool, torch.float64, torch.uint8), (torch.float64, torch.int16)],
+    ),
+    "finite weights": (
+        lambda *parts: compatibility.require_finite({f"t{i}": torch.tensor(p) for i, p in enumerate(parts)}, Path("c")),
+        [([1.0], [], [2.0]), ([], [1.0, NAN], [-INF]), ([0.0, INF, 1.0],)],
     ),
     "held-out documents": (held_out, [(n,) for n in (1, 2000, 2001, 4000, 4001)]),
     "batches": (

@@ -21,6 +21,7 @@ from tests.run.test_recorded_lines import BF16, PAIRS, config_of, named, result
 from tests.test_recorded_limits import CPU, Stub, patched
 from torchtitan_lite import api, environment, errors, progress
 from torchtitan_lite.checkpointing import find, safetensors_file, save, storage
+from torchtitan_lite.checkpointing.remote import Remote
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import cli, load
 from torchtitan_lite.config.rules import local
@@ -530,6 +531,51 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             (False, False, ""),
         ],
     ),
+    "whether a save has finished": (
+        lambda saved, alive: save.Checkpointer.finished(
+            Stub(_saved=saved, _thread=Stub(is_alive=lambda: alive) if alive is not None else None)
+        ),
+        [(saved, alive) for saved in (None, "an outcome") for alive in (None, True, False)],
+    ),
+    "an upload": (
+        lambda wait, outcome, rate, steps, waited_s: told(
+            lambda _: Remote.report(
+                Stub(
+                    uploading=lambda: True,
+                    _waiting_line=lambda: Remote._waiting_line(
+                        Stub(_steps=steps, _n_bytes=3 << 20, _rate=rate, _step=9)
+                    ),
+                    _outcome=lambda wait=False: outcome and {"step": 9, **outcome, "waited": wait},
+                    _process=Stub(untimed=None),
+                    bucket=Stub(url="s3://x/run"),
+                ),
+                Stub(info=print, record=print),
+                wait=wait,
+            ),
+            answers={
+                "checkpointing__remote__on_all": lambda action, _: [action()],
+                "checkpointing__remote__time": Stub(perf_counter=iter([5.0, 5.0 + waited_s]).__next__),
+            },
+        ),
+        [
+            *((wait, {}, 0.0, {}, 0.0) for wait in (False, True)),
+            *(
+                (wait, {"upload_error": "no route"}, 2**19, {"step-7": "", "step-12": ""}, 9.0)
+                for wait in (False, True)
+            ),
+            *((True, {"upload_s": 1.25, "upload_bytes": 3 << 19}, 0.0, {"step-7": ""}, s) for s in (0.09, 0.11)),
+        ],
+    ),
+    "waiting for an upload": (
+        lambda putting, done: told(
+            lambda stand_in: patched(
+                lambda: Remote._wait(Stub(_upload=Stub(done=iter(done).__next__), _step=9, _putting=putting)),
+                checkpointing__remote__futures=Stub(wait=lambda *_, **more: print(more)),
+                checkpointing__remote__progress=Stub(working=progress.working, advance=stand_in("advance")),
+            ),
+        ),
+        [(True, [False, True]), (False, [False, True]), (True, [True])],
+    ),
     "a failure": (
         lambda error, begun: told(
             lambda _: start_and_end.report_failure(
@@ -820,7 +866,10 @@ def test_places() -> None:
 
 # --- on four ranks, see tests/distributed ------------------------------------------------------------------------
 
-FILES = {f"f{n}": safetensors_file.FileRecord(n, "") for n in (3, 1, 4, 15, 9, 2, 6)}
+FILES = {
+    **{f"f{n}": safetensors_file.FileRecord(n, "") for n in (3, 1, 4, 15, 9, 2, 6)},
+    "state.json": safetensors_file.FileRecord(5, ""),
+}
 
 
 def together(rank: int) -> dict[str, Any]:
@@ -858,16 +907,27 @@ def together(rank: int) -> dict[str, Any]:
     calls: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         **{
             f"verified {kind}": (
-                lambda n=n: find.verify_together(Path("x"), "full", replace(one, local_world_size=n)),
+                lambda n=n, tensors=tensors: find.verify_together(
+                    Path("x"), "full", replace(one, local_world_size=n), None, tensors
+                ),
                 {
                     "checkpointing__find__storage__check_manifest": lambda _, kind=kind: (
-                        storage.Manifest(5, kind if rank == 0 else "none", 4, 7, Stub(never="sent"), FILES),
+                        storage.Manifest(5, kind.split()[0] if rank == 0 else "none", 4, 7, Stub(never="sent"), FILES),
                         "",
                     ),
+                    "checkpointing__find__read_places": lambda _: Stub(specs={"a": 0}),
+                    "checkpointing__find__Reads": lambda *given: Stub(
+                        files=[f"f{n}" for n in ((3, 1), (1, 15), (4, 9), (2, 6, 9))[rank]] * (given[2] == {"a": 1})
+                    ),
+                    "checkpointing__find__local_rank": lambda: rank % 2,
                     "checkpointing__find__storage__verify_file": lambda _folder, name, *_: f"{name} by {rank}",
                 },
             )
-            for kind, n in (("full", 3 if rank == 0 else 1), ("sharded", 2))
+            for kind, n, tensors in (
+                ("full", 3 if rank == 0 else 1, None),
+                ("sharded", 2, None),
+                ("sharded on two disks", 2, {"a": 1, "new": 2}),
+            )
         },
         "no manifest": (
             lambda: find.verify_together(Path("x"), "full", one),
