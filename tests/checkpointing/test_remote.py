@@ -55,11 +55,14 @@ def s3() -> Iterator[None]:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
-    about = {
-        **{"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.get_host_and_port()[1]}", "AWS_DEFAULT_REGION": "us-east-1"},
-        **{"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_EC2_METADATA_DISABLED": "true"},
-    }
-    with mock.patch.dict(os.environ, about):
+    with mock.patch.dict(
+        os.environ,
+        {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.get_host_and_port()[1]}",
+            **{"AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"},
+            **{"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"},
+        },
+    ):
         Bucket("s3://runs").fs.fs.mkdir("runs")
         yield
     server.stop()
@@ -326,8 +329,12 @@ def test_a_start_keeps_no_older_history_mixes_no_runs_and_writes_nothing_elsewhe
         own.fetch_run(history.parent)
     assert history.read_text() == '{"claim": ""}\n'
     own.fs.pipe_file("checkpoints/../../stolen", b"")
-    for sha256, said in ("other", "the object is damaged"), (hashlib.sha256().hexdigest(), ""):
-        assert said in own.fetch("checkpoints/../../stolen", history.parent, 0, sha256)
+    for key, sha256, said in (
+        ("checkpoints/../../stolen", "other", ".*/stolen: its SHA-256 .*: the object is damaged"),
+        ("checkpoints/../../stolen", hashlib.sha256().hexdigest(), ""),
+        ("gone", hashlib.sha256().hexdigest(), "memory://histories/gone is missing"),
+    ):
+        assert re.fullmatch(said, own.fetch(key, history.parent, 0, sha256))
     assert {file.name for file in history.parent.iterdir()} == {"attempts.jsonl", "stolen"}
     with pytest.raises(BusyError, match=r"memory://histories/x takes .* GiB, but .*/run has only .* free"):
         own.fetch("x", history.parent, 1 << 63, "")
