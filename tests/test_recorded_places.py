@@ -566,6 +566,33 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             *((True, {"upload_s": 1.25, "upload_bytes": 3 << 19}, 0.0, {"step-7": ""}, s) for s in (0.09, 0.11)),
         ],
     ),
+    "small files": (
+        lambda *names: told(
+            lambda _: Remote.upload_small_files(
+                Stub(
+                    folder=Stub(iterdir=lambda: [Stub(name=n, suffix=Path(n).suffix, read_bytes=bytes) for n in names]),
+                    bucket=Stub(fs=Stub(pipe_file=print)),
+                    claim="00000007-a",
+                )
+            )
+        ),
+        [("attempts.jsonl", ".new.json", "metrics.jsonl", "lock", "page.html", "config.toml", "log.txt")],
+    ),
+    "a file, and what the bucket has": (
+        lambda mode, problem, lacking: told(
+            lambda _: storage.intact(
+                *(Path("c"), "f", "record", mode),  # type: ignore[arg-type]
+                Stub(fetch_file=lambda *given: print(*given) or lacking) if lacking is not None else None,
+                "claim",
+            ),
+            "checkpointing__storage__verify_file",
+            answers={"checkpointing__storage__verify_file": problem},
+        ),
+        [
+            *((mode, "", lacking) for mode in ("off", "size", "full") for lacking in (None, "")),
+            *(("full", "cut off", lacking) for lacking in (None, "", "it is gone")),
+        ],
+    ),
     "waiting for an upload": (
         lambda putting, done: told(
             lambda stand_in: patched(
