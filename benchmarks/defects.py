@@ -7,6 +7,7 @@ tools: torch.distributed.checkpoint (DCP) with its own files, the safetensors li
 
 import argparse
 import errno
+import hashlib
 import importlib.util
 import os
 import pickle
@@ -37,7 +38,7 @@ from benchmarks import contenders, oracle
 from benchmarks.machine import cpu as cpu_name
 from benchmarks.train import versions
 from tests.checkpointing.reload_worker import WAYS, State
-from tests.checkpointing.test_checkpoint import Bomb, flip_a_bit, replace_by
+from tests.checkpointing.test_checkpoint import edit, flip_a_bit
 from tests.helpers import ROOT, ranks, run_distributed
 from torchtitan_lite.checkpointing import safetensors_file, shards, storage
 from torchtitan_lite.checkpointing.state import TrainState
@@ -51,6 +52,23 @@ OURS = [" ".join(way) for way in WAYS]
 SHARDED = OURS[2:]
 N_FLIPS = 150
 DIES = "this rank dies now"
+
+
+class Bomb:
+    """A pickle that executes code when it is loaded."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.canary}",)
+
+
+def replace_by(content: bytes, folder: Path, name: str) -> None:
+    """Replace a file of a checkpoint and update the manifest."""
+    (folder / name).write_bytes(content)
+    record = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    edit(folder / "manifest.json", lambda m: m["files"].update({name: record}))
 
 
 class Tool(NamedTuple):

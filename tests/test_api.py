@@ -74,6 +74,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "experts": {
         **{"model__family": "qwen3_moe", "model__n_experts": 4, "train__router_z_loss": 0.01},
         **{"model__router_bias": True, "train__router_aux_loss": 0.1, "train__router_bias_rate": 0.1},
+        **{"optim__name": "sgd", "optim__lr": 0.1},
     },
     "muon": {"optim__name": "muon"},
     "sgd": {"optim__name": "sgd", "optim__lr": 0.1, "model__tie_embeddings": True},
@@ -205,6 +206,7 @@ def test_weights_of_a_run_and_of_a_published_model(place: Path) -> None:
         ("ttl.load_config(overrides={'train.stepz': 5})", "overrides: [train] stepz = 5: unknown key"),
         ("ttl.load_config('nosuch.toml')", "nosuch.toml: can't be read as TOML: No such file"),
         ("ttl.load_config(overrides={'model.init_from': 'nosuch', 'run.name': 'new'})", "model.init_from"),
+        ("ttl.load_config(overrides={'model.init_from': 'runs/default'})", "dim is 32 in the checkpoint and 128 here"),
         (
             "ttl.load_config(overrides={'optim.freeze': ['nothing.*']})",
             'optim.freeze: "nothing.*" matches no parameter',

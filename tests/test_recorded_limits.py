@@ -23,7 +23,7 @@ import torch
 from tests.recorded import assert_recorded, differences
 from tests.run.test_recorded_lines import ONE_SOURCE, PAIRS, SAMPLES, T5, config_of, data_lines, planned, result
 from torchtitan_lite import environment
-from torchtitan_lite.checkpointing import compatibility, safetensors_file, storage
+from torchtitan_lite.checkpointing import compatibility, safetensors_file, shards, storage
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import (
     CompileConfig,
@@ -853,6 +853,25 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             *((n, "float32") for n in range(8)),
             *((0,), (0, "int16")),
         ],
+    ),
+    "layout": (
+        lambda *dtypes: str(shards.layout_of({f"t{i}": torch.ones(3, dtype=d) for i, d in enumerate(dtypes)}, [2, 4])),
+        [(torch.bool, torch.float64, torch.uint8), (torch.float64, torch.int16)],
+    ),
+    "file of a rank": (
+        lambda rank: patched(
+            lambda: shards.write_rows(
+                Path("x"),
+                shards.Layout([2, 4], {"a": ("F32", [5, 2], 0, 1), "b": ("I64", [], None, 0)}),
+                *(rank, lambda _: torch.ones(1)),
+            ),
+            checkpointing__shards__write_tensors=lambda path, parts, _, metadata: f"{path}: {parts} {metadata}",
+        ),
+        [(rank,) for rank in (0, 1, 4, 6, 7)],
+    ),
+    "finite weights": (
+        lambda *parts: compatibility.require_finite({f"t{i}": torch.tensor(p) for i, p in enumerate(parts)}, Path("c")),
+        [([1.0], [], [2.0]), ([], [1.0, NAN], [-INF]), ([0.0, INF, 1.0],)],
     ),
     "held-out documents": (held_out, [(n,) for n in (1, 2000, 2001, 4000, 4001)]),
     "batches": (

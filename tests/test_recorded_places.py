@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock, Mock, patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from tests.run.test_recorded_lines import BF16, LAST, PAIRS, config_of, named, r
 from tests.test_recorded_limits import CPU, Stub, patched
 from torchtitan_lite import api, bucket, commands, environment, errors, progress, terminal
 from torchtitan_lite.checkpointing import find, safetensors_file, save, storage
+from torchtitan_lite.checkpointing.remote import Remote
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import cli, load
 from torchtitan_lite.config.rules import local
@@ -692,301 +693,6 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             *((step, 0, 3, 5, 0, 6, 4) for step in (4, 7, 8)),
         ],
     ),
-    "a run": (
-        lambda fails, step, missed, stops: told(
-            lambda stand_in: patch.multiple(
-                train,
-                missed_evaluations=stand_in("missed", missed),
-                run_missed=stand_in("run_missed"),
-                train=stand_in("train", FAILS if fails == "train" else None),
-                build=stand_in(
-                    "build",
-                    FAILS
-                    if fails == "build"
-                    else Stub(
-                        state=Stub(step=step),
-                        close=stand_in("closed"),
-                        preemption=MagicMock(agreed=stops),
-                        watchdog=Stub(training=contextlib.nullcontext),
-                    ),
-                ),
-            )(
-                lambda: train.run(
-                    Stub(config=Stub(train=Stub(steps=8), log="log.")),
-                    *("data", "process"),  # type: ignore[arg-type]
-                    Stub(track=stand_in("track"), close=stand_in("close the log")),
-                )
-            )(),
-            *(
-                f"run__start_and_end__{name}"
-                for name in ("require_one_run", "take_over", "report_end", "report_failure")
-            ),
-            answers={
-                "run__start_and_end__require_one_run": ["host"],
-                "run__start_and_end__report_end": 5,
-                **({f"run__start_and_end__{fails}": FAILS} if fails == "take_over" else {}),
-            },
-        ),
-        [
-            *(("", step, missed, False) for step, missed in ((3, []), (8, []), (8, ["one"]))),
-            ("", 3, ["one"], True),
-            *((stage, 3, [], False) for stage in ("build", "take_over", "train")),
-        ],
-    ),
-    "a start": (
-        lambda trains, local: told(
-            lambda stand_in: patch.multiple(
-                train,
-                prepare_process=stand_in("prepare_process"),
-                process_group=stand_in("process_group", contextlib.nullcontext(Stub(rank=local))),
-                run=stand_in("run", 5),
-                world_size=stand_in("world_size", 4),
-                Log=stand_in("Log", "log"),
-            )(lambda: train.launch(["--word"]))(),
-            *(
-                f"run__{name}"
-                for name in ("run_folder__require_writable", "run_folder__lock", "start_and_end__prepared")
-            ),
-            *("config__cli__parse", "tools__modes__run"),
-            env={"LOCAL_RANK": f"{local}", "LOCAL_WORLD_SIZE": "2"},
-            answers={
-                "run__mfu__torch__cuda__device_count": lambda: 3,
-                "config__cli__parse": lambda *_, **more: Stub(trains=trains, loaded=LOADED),
-                "run__run_folder__lock": lambda _: Stub(release=lambda: print("released")),
-                "run__start_and_end__prepared": lambda _: ("loaded", "data"),
-                "run__checks__ALL": "checks",
-                "checkpointing__find__config_to_resume": str,
-            },
-        ),
-        [(True, 0), (True, 1), (False, 0)],
-    ),
-    "the parts of a run": (
-        lambda step, resumed, lengths, fails: told(
-            lambda stand_in: patch.multiple(
-                train,
-                **{
-                    name: stand_in(name, FAILS if fails == name else answer)
-                    for name, answer in {
-                        "Watchdog": Stub(
-                            close=stand_in("closed"),
-                            loading=lambda what: contextlib.nullcontext(stand_in("while")(what)),
-                        ),
-                        **{
-                            "build_profile": "profile",
-                            "build_mesh": "mesh",
-                            "Meter": "meter",
-                            "build_loader": "loader",
-                        },
-                        "build_model": Stub(
-                            register_forward_pre_hook=lambda _: print("a hook"), use_context=stand_in("context")
-                        ),
-                        "build_periodic_work": (["work"], {"validation": 1, "tasks": 2}),
-                        **{"Preemption": "preemption", "build_checkpointer": "checkpointer", "GradScaler": "scaler"},
-                        "fresh_state": Stub(step=0),
-                        "load_newest": resumed and Stub(continued_by=lambda fresh: Stub(step=step, after=fresh.step)),
-                        "build_guards": ["guard"],
-                    }.items()
-                },
-            )(
-                lambda: str(
-                    vars(
-                        train.build(
-                            Stub(
-                                **{
-                                    "folder": Path("/runs/x"),
-                                    "run": Stub(max_minutes=3),
-                                    "optim": "optim",
-                                    "grad_scaler": 2,
-                                },
-                                fsdp=Stub(uses_float16=True),
-                            ),
-                            Stub(vocab_size=300),
-                            Stub(device="device", world_size=4),
-                            "log",  # type: ignore[arg-type]
-                        )
-                    ).keys()
-                )
-            )(),
-            *("run__start_and_end__connect", "optim__optimizer__build_optimizer", "distributed__fsdp__averaged_over"),
-            *(
-                "run__phases__open_phase",
-                "run__start_and_end__peak_tokens_per_second",
-                "run__session__Session__measure",
-            ),
-            answers={
-                "run__phases__open_phase": lambda config, _data, state, step: (
-                    Stub(model="longer") if lengths else config,
-                    f"samples of {step}",
-                    Stub(**vars(state) | {"step": step, "grad_scaler": {"scale": 4}}),
-                ),
-            },
-        ),
-        [(7, True, False, ""), (7, True, True, ""), (7, True, False, "load_newest"), (0, False, False, "Meter")],
-    ),
-    "checkpoints of a run": (
-        lambda remote: told(
-            lambda stand_in: patch.multiple(train, Checkpointer=stand_in("Checkpointer"), WAYS="ways")(
-                lambda: train.build_checkpointer(
-                    Stub(folder=Path("x"), checkpoint="keys", run=Stub(remote=remote)),
-                    *("model", "optimizer", "process"),  # type: ignore[arg-type]
-                )
-            )(),
-            "checkpointing__remote__Remote",
-            answers={"checkpointing__remote__Remote": "remote", "run__run_folder__job": lambda: "job"}
-            | {"run__attempts__best_step": "best", "run__attempts__claim_of": "claims"},
-        ),
-        [("",), ("s3://x",)],
-    ),
-    "the model of a run": (
-        lambda offload: told(
-            lambda stand_in: patch.multiple(
-                train,
-                **{name: stand_in(name) for name in ("materialize", "set_group_timeouts")},
-                sharded_model=stand_in("sharded_model", "model"),
-            )(
-                lambda: train.build_model(
-                    Stub(run=Stub(seed=3), fsdp=Stub(cpu_offload=offload)),
-                    *(300, "mesh", Process(1, 2, CPU, 1)),  # type: ignore[arg-type]
-                )
-            )(),
-            answers={"cpu__widens": lambda _config, process: f"of {process.rank}"},
-        ),
-        [(False,), (True,)],
-    ),
-    "the sharded model": (
-        lambda device, objective, phases, shared_memory, float8: told(
-            lambda stand_in: patch.multiple(train, freeze=stand_in("freeze"))(
-                lambda: train.sharded_model(
-                    Stub(
-                        **{
-                            "model": "sizes",
-                            "optim": Stub(freeze="frozen"),
-                            "speed": Stub(shared_memory=shared_memory, float8=float8),
-                            "fsdp": "fsdp",
-                        },
-                        **{"activation_checkpointing": "recomputed", "compile": "compile"},
-                        data=Stub(objective=objective),
-                        train=Stub(phases=phases),
-                    ),
-                    *(517, Stub(device_type=device)),
-                    widen=True,
-                )
-            )(),
-            *(f"distributed__float8__{name}" for name in ("convert", "gather_in_float8")),
-            *("cpu__apply_shared_memory", "distributed__fsdp__apply_fsdp", "cpu__apply", "models__build"),
-            *(f"distributed__recompute_and_compile__apply_{name}" for name in ("activation_checkpointing", "compile")),
-            answers={"models__build": "model", "models__LossOptions__from_config": lambda _: "losses"},
-        ),
-        [
-            ("cpu", "causal", [], True, False),
-            ("cuda", "causal", [], False, True),
-            ("cpu", "pairs", ["one"], False, False),
-            ("cuda", "causal", ["one"], True, False),
-        ],
-    ),
-    "batches of a run": (
-        lambda device: told(
-            lambda stand_in: patch.multiple(
-                train, Loader=stand_in("Loader", "loader"), PrefetchingLoader=stand_in("ahead")
-            )(
-                lambda: train.build_loader(
-                    config_of({"run.seed": 3, "train.micro_batch_size": 5, "train.global_batch_size": 40}),
-                    "samples",  # type: ignore[arg-type]
-                    Process(2, 8, device, 1),
-                )
-            )()
-        ),
-        [(CPU,), (GPU,)],
-    ),
-    "guards": (
-        lambda values: told(
-            lambda stand_in: patch.multiple(train, FiniteGuard=stand_in("FiniteGuard"))(
-                lambda: train.build_guards(
-                    config_of(values),
-                    Process(0, 8, CPU, 1),
-                    TrainState(skipped=[4]),
-                    *("scaler", "checkpointer", "log"),  # type: ignore[arg-type]
-                )
-            )(),
-            answers={
-                "run__spikes__build_guard": lambda _config, _process, _state, skipped, *more: (skipped.append(5), more)
-            },
-        ),
-        [
-            ({"train.max_skipped": 7, "train.on_nonfinite": on, "spike.action": a},)
-            for on, a in (("skip", "off"), ("stop", "log"))
-        ],
-    ),
-    "what a run begins with": (
-        lambda saved, source, fails: told(
-            lambda stand_in: train.load_newest(
-                Stub(model=Stub(init_from=source)),
-                Stub(
-                    load=stand_in("load", FAILS if fails else saved),
-                    load_weights=lambda find, read: stand_in("load_weights")(find(), read("folder")),
-                    notes=["one is damaged"],
-                ),
-                Stub(values="values"),
-                Stub(info=stand_in("info")),
-            ),
-            *("huggingface__weights__find_weights", "huggingface__weights__open_weights"),
-        ),
-        [("saved", "x", False), (None, "x", False), (None, "", False), (None, "x", True)],
-    ),
-    "a step": (
-        lambda step, explicit, norms: told(
-            lambda stand_in: patch.multiple(
-                train,
-                forward_backward=lambda _s, step, batch: stand_in("forward_backward", "loss")(step, batch),
-                check_previous_step=lambda s: stand_in("checked")(s.state.step),
-                StepRecord=stand_in(
-                    "StepRecord",
-                    Stub(loss_sum="sum", targets="targets", grad_norm="norm", finite=TENSOR(False), squares={"a": 1}),
-                ),
-            )(
-                lambda: train.train_step(
-                    Stub(
-                        **{"model": "model", "process": "process", "preemption": Stub(requested=lambda: "stops")},
-                        config=Stub(train=Stub(boundaries=lambda phases: phases)),
-                        phase=Stub(
-                            fsdp=Stub(explicit_prefetching=explicit),
-                            train=Stub(batch_size=lambda n: 10 * n, steps=8),
-                            data=Stub(position=lambda at, size: at + size // 10),
-                            log=Stub(every=3, norms=norms),
-                            optim=Stub(max_norm=2.5),
-                        ),
-                        state=Stub(step=step - 1, phases=[4], samples_consumed=100, after_step=stand_in("after")),
-                        meter=Stub(
-                            timing=lambda part: contextlib.nullcontext(stand_in("time of")(part)),
-                            add_loss=stand_in("add_loss"),
-                        ),
-                        loader=Stub(batch=stand_in("batch", Stub(global_tokens=7, source_tokens="of sources"))),
-                        watchdog=Stub(computing=stand_in("computing")),
-                        rank_seconds=Stub(step=lambda timed: contextlib.nullcontext(stand_in("timed")(timed))),
-                        blocks=Stub(
-                            **{"replicas": 2, "names": "names", "squares": stand_in("squares", "squares")},
-                            of_update=stand_in("of_update", {"b": 2}),
-                        ),
-                        scaler=Stub(scale="scale", update=stand_in("scale")),
-                        metrics=[Stub(parts=stand_in("parts", "parts"))],
-                        guards=[Stub(withholds=lambda _, found=found: TENSOR(found)) for found in (True, False)],
-                        optimizer=Stub(update=stand_in("update")),
-                    ),
-                    step,
-                )
-            )(),
-            *("distributed__fsdp__unshard_first", "optim__optimizer__squared_norm", "optim__optimizer__learning_rate"),
-            *("optim__optimizer__clip_factor", "optim__optimizer__gradient_norms"),
-            answers={
-                "optim__optimizer__gradient_norms": "norms",
-                "run__next_phase__enter": lambda _s, step, *built: print(
-                    "a phase at", step, *(f.__name__ for f in built)
-                ),
-                **{f"optim__optimizer__{name}": name for name in ("squared_norm", "learning_rate", "clip_factor")},
-            },
-        ),
-        [(2, False, True), (3, True, True), (4, False, False), (5, False, True), (8, False, True)],
-    ),
     "the step before": (
         lambda found, asked, agreed: told(
             lambda stand_in: [
@@ -1354,6 +1060,78 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             (False, False, "no space"),
             (False, False, ""),
         ],
+    ),
+    "whether a save has finished": (
+        lambda saved, alive: save.Checkpointer.finished(
+            Stub(_saved=saved, _thread=Stub(is_alive=lambda: alive) if alive is not None else None)
+        ),
+        [(saved, alive) for saved in (None, "an outcome") for alive in (None, True, False)],
+    ),
+    "an upload": (
+        lambda wait, outcome, rate, steps, waited_s: told(
+            lambda _: Remote.report(
+                Stub(
+                    uploading=lambda: True,
+                    _waiting_line=lambda: Remote._waiting_line(
+                        Stub(_steps=steps, _n_bytes=3 << 20, _rate=rate, _step=9)
+                    ),
+                    _outcome=lambda wait=False: outcome and {"step": 9, **outcome, "waited": wait},
+                    _process=Stub(untimed=None),
+                    bucket=Stub(url="s3://x/run"),
+                ),
+                Stub(info=print, record=print),
+                wait=wait,
+            ),
+            answers={
+                "checkpointing__remote__on_all": lambda action, _: [action()],
+                "checkpointing__remote__time": Stub(perf_counter=iter([5.0, 5.0 + waited_s]).__next__),
+            },
+        ),
+        [
+            *((wait, {}, 0.0, {}, 0.0) for wait in (False, True)),
+            *(
+                (wait, {"upload_error": "no route"}, 2**19, {"step-7": "", "step-12": ""}, 9.0)
+                for wait in (False, True)
+            ),
+            *((True, {"upload_s": 1.25, "upload_bytes": 3 << 19}, 0.0, {"step-7": ""}, s) for s in (0.09, 0.11)),
+        ],
+    ),
+    "small files": (
+        lambda *names: told(
+            lambda _: Remote.upload_small_files(
+                Stub(
+                    folder=Stub(iterdir=lambda: [Stub(name=n, suffix=Path(n).suffix, read_bytes=bytes) for n in names]),
+                    bucket=Stub(fs=Stub(pipe_file=print)),
+                    claim="00000007-a",
+                )
+            )
+        ),
+        [("attempts.jsonl", ".new.json", "metrics.jsonl", "lock", "page.html", "config.toml", "log.txt")],
+    ),
+    "a file, and what the bucket has": (
+        lambda mode, problem, lacking: told(
+            lambda _: storage.intact(
+                *(Path("c"), "f", "record", mode),  # type: ignore[arg-type]
+                Stub(fetch_file=lambda *given: print(*given) or lacking) if lacking is not None else None,
+                "claim",
+            ),
+            "checkpointing__storage__verify_file",
+            answers={"checkpointing__storage__verify_file": problem},
+        ),
+        [
+            *((mode, "", lacking) for mode in ("off", "size", "full") for lacking in (None, "")),
+            *(("full", "cut off", lacking) for lacking in (None, "", "it is gone")),
+        ],
+    ),
+    "waiting for an upload": (
+        lambda putting, done: told(
+            lambda stand_in: patched(
+                lambda: Remote._wait(Stub(_upload=Stub(done=iter(done).__next__), _step=9, _putting=putting)),
+                checkpointing__remote__futures=Stub(wait=lambda *_, **more: print(more)),
+                checkpointing__remote__progress=Stub(working=progress.working, advance=stand_in("advance")),
+            ),
+        ),
+        [(True, [False, True]), (False, [False, True]), (True, [True])],
     ),
     "a failure": (
         lambda error, begun: told(
@@ -1758,7 +1536,10 @@ def test_places() -> None:
 
 # --- on four ranks, see tests/distributed ------------------------------------------------------------------------
 
-FILES = {f"f{n}": safetensors_file.FileRecord(n, "") for n in (3, 1, 4, 15, 9, 2, 6)}
+FILES = {
+    **{f"f{n}": safetensors_file.FileRecord(n, "") for n in (3, 1, 4, 15, 9, 2, 6)},
+    "state.json": safetensors_file.FileRecord(5, ""),
+}
 
 
 def together(rank: int) -> dict[str, Any]:
@@ -1796,16 +1577,27 @@ def together(rank: int) -> dict[str, Any]:
     calls: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         **{
             f"verified {kind}": (
-                lambda n=n: find.verify_together(Path("x"), "full", replace(one, local_world_size=n)),
+                lambda n=n, tensors=tensors: find.verify_together(
+                    Path("x"), "full", replace(one, local_world_size=n), None, tensors
+                ),
                 {
                     "checkpointing__find__storage__check_manifest": lambda _, kind=kind: (
-                        storage.Manifest(5, kind if rank == 0 else "none", 4, 7, Stub(never="sent"), FILES),
+                        storage.Manifest(5, kind.split()[0] if rank == 0 else "none", 4, 7, Stub(never="sent"), FILES),
                         "",
                     ),
+                    "checkpointing__find__read_places": lambda _: Stub(specs={"a": 0}),
+                    "checkpointing__find__Reads": lambda *given: Stub(
+                        files=[f"f{n}" for n in ((3, 1), (1, 15), (4, 9), (2, 6, 9))[rank]] * (given[2] == {"a": 1})
+                    ),
+                    "checkpointing__find__local_rank": lambda: rank % 2,
                     "checkpointing__find__storage__verify_file": lambda _folder, name, *_: f"{name} by {rank}",
                 },
             )
-            for kind, n in (("full", 3 if rank == 0 else 1), ("sharded", 2))
+            for kind, n, tensors in (
+                ("full", 3 if rank == 0 else 1, None),
+                ("sharded", 2, None),
+                ("sharded on two disks", 2, {"a": 1, "new": 2}),
+            )
         },
         "no manifest": (
             lambda: find.verify_together(Path("x"), "full", one),

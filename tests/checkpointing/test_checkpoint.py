@@ -93,23 +93,6 @@ def test_a_checkpoint_of_another_version_is_refused_with_one_sentence(
     assert capsys.readouterr().out.count(f"UNREADABLE {sentence}") == 1
 
 
-class Bomb:
-    """A pickle that executes code when it is loaded."""
-
-    def __init__(self, canary: Path) -> None:
-        self.canary = canary
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.canary}",)
-
-
-def replace_by(content: bytes, folder: Path, name: str) -> None:
-    """Replace a file of a checkpoint and update the manifest."""
-    (folder / name).write_bytes(content)
-    record = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    edit(folder / "manifest.json", lambda m: m["files"].update({name: record}))
-
-
 def test_the_order_of_writes_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are synced before the manifest, manifest and folder before the rename, and the parent folder last."""
     happened: list[str] = []

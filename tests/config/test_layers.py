@@ -67,8 +67,10 @@ def test_paths_are_found_and_their_problems_named(tmp_path: Path, monkeypatch: p
     found = {
         "prepared": [name for name in ("ours", "~/ours", "foreign", "none") if paths.is_prepared(name)],
         "matching": [[*map(str, paths.matching(name))] for name in ("x[1].txt", "**/x*.txt", "~/x2.txt", "none")],
-        "problems": [paths.problem(name) for name in ("closed", "none", "~/x2.txt", "~nobody-of-this-name")],
-        "unfound": [paths.unfound(name) for name in ("x*", "y*", "~nobody-of-this-name")],
+        "problems": [
+            paths.problem(name) for name in ("closed", "none", "~/x2.txt", "~nobody-of-this-name", "closed/x")
+        ],
+        "unfound": [paths.unfound(name) for name in ("x*", "y*", "~nobody-of-this-name", "a" * 300)],
         "elsewhere": [name for name in NAMES if "; nothing is downloaded here" in paths.unfound(name)],
     }
     assert found == {
@@ -79,8 +81,12 @@ def test_paths_are_found_and_their_problems_named(tmp_path: Path, monkeypatch: p
             f"nothing at none (looked in {tmp_path})",
             "",
             f"nothing {unknown}",
+            "[Errno 20] Not a directory: 'closed/x'",
         ],
-        "unfound": ["", f"nothing found at y* (looked in {tmp_path})", f"nothing found {unknown}"],
+        "unfound": [
+            *("", f"nothing found at y* (looked in {tmp_path})", f"nothing found {unknown}"),
+            f"{'a' * 300} can't be read: File name too long",
+        ],
         "elsewhere": NAMES[:6],
     }
 

@@ -125,6 +125,7 @@ INVALID: list[list[str]] = [
         "--model.family=gpt",
     ],
     ["--train.phases=[{from_step=9,train.seq_len=0}]"],
+    ["--train.phases=[{from_step=9,seq_len=8}]"],
     ["--eval.every=often"],
     ["--fsdp.sharding_strategy=SHARD_GRAD_OP", "--fsdp.reshard_after_forward=2"],
 ]
@@ -181,7 +182,7 @@ FOLDERS = {  # of the files below
     "saved/config.toml": '[model]\ninit_from = "gone"\n',  # a run that has a checkpoint
     "saved/checkpoints/step-5": "",
     "text[1].md": "",
-    "good.toml": '\ufeffbase = "below.toml"\n[train]\nsteps = 5\n',
+    "good.toml": '\ufeffbase = "below.toml"\n[train]\nsteps = 5\n[[phases]]\nfrom_step = 2\noptim.lr = 1e-3\n',
     "below.toml": "[train]\nsteps = 3\n",
 }
 MACHINES: list[tuple[list[str], int, int, int]] = [  # the same, with the processes of this machine

@@ -178,7 +178,7 @@ def test_a_kill_while_a_damaged_checkpoint_is_replaced_loses_nothing(site: str, 
     again(code=-1, fault=f"kill:0:8:{site}")
     assert storage.verify(checkpoint(run, 6)) == []
     assert f"resumed after step {8 if site == 'delete' else 6}" in again(train__steps=9)
-    assert storage.verify(checkpoint(run, 9)) == []
+    assert (storage.verify(checkpoint(run, 9)), [*(run / "checkpoints").glob(".*")]) == ([], []), "nothing is left"
     assert losses(run).keys() == set(range(1, 10))
 
 

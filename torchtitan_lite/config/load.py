@@ -111,7 +111,10 @@ def load(
     for n in () if problems else range(2, len(config.train.phases) + 2):
         given_so_far = changes(config.train.phases, n - 1)
         phase_origins = {**origins, **dict.fromkeys(given_so_far, f"phase {n}")}
-        phase, _ = _validated({**values, **given_so_far}, phase_origins, problems, refused)
+        phase, _ = _validated(
+            {**values, "optim.warmup_steps": config.optim.warmup_steps, **given_so_far},  # which may be a fitted one
+            *(phase_origins, problems, refused),
+        )
         without_effect = [f"{key} needs {needs}" for key, needs in unused_keys(phase).items() if key in given_so_far]
         broken = [text for check in rules for text in check(phase).values()]
         problems += [f"phase {n}: {text}" for text in (*without_effect, *broken)]
