@@ -27,7 +27,6 @@ from torchtitan_lite.checkpointing import compatibility, safetensors_file, stora
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import (
     CompileConfig,
-    FsdpConfig,
     GradScalerConfig,
     ModelConfig,
     OptimConfig,
@@ -38,7 +37,7 @@ from torchtitan_lite.cpu import barrier, fused
 from torchtitan_lite.cpu import loss as in_chunks
 from torchtitan_lite.data import loader, mixture, packing, pairs, token_files
 from torchtitan_lite.data.prepare import folder, texts, tokenizer
-from torchtitan_lite.distributed import float8, fsdp, process_group, recompute_and_compile
+from torchtitan_lite.distributed import float8, process_group, recompute_and_compile
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.models import (
@@ -502,17 +501,6 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             Stub(model=Stub(config=Stub(max_seq_len=limit)), config=None, source="x"), seq_len
         ),
         [*((n, 0) for n in (2047, 2048, 2049)), (16, 16), (16, 17)],
-    ),
-    "offloaded": (
-        lambda pin: spied(
-            "distributed__fsdp__CPUOffloadPolicy",
-            lambda **given: given,
-            lambda: fsdp.apply_fsdp(Stub(), Stub(shape=[1]), FsdpConfig(cpu_offload=True, pin_memory=pin)),
-            Mock(side_effect=UserError("not further")),
-            distributed__fsdp__groups_of=lambda *_: [],
-            distributed__fsdp__column_placement=lambda *_: None,
-        ),
-        [(True,), (False,)],
     ),
     "timeouts of groups": (
         lambda *minutes: [
