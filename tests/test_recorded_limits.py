@@ -51,7 +51,7 @@ from torchtitan_lite.models import (
     t5,
 )
 from torchtitan_lite.models.experts import Experts
-from torchtitan_lite.optim import finite_guard, grad_scaler, spike_guard
+from torchtitan_lite.optim import finite_guard, grad_scaler, muon, spike_guard
 from torchtitan_lite.optim.optimizer import build_optimizer
 from torchtitan_lite.optim.step_record import Numbers, StepRecord
 from torchtitan_lite.run import between_steps, metrics, mfu, session
@@ -314,10 +314,6 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [*((1.0, value, 2.0) for value in (3.0, INF, NAN))],
     ),
-    "as many as fit": (
-        lambda n: len([*generation.new_tokens(model_of(torch.zeros(1, 1, 2)), n * [1], 20, lambda _: 0)]),
-        [(1,), (8,), (9,)],
-    ),
     "bits of a resume": (
         lambda world, local, values: {
             key: value
@@ -502,6 +498,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [*((n, 0) for n in (2047, 2048, 2049)), (16, 16), (16, 17)],
     ),
+    "cost of an update": (muon.cost, [(3, 5), (5, 3), (4, 4)]),
     "timeouts of groups": (
         lambda *minutes: [
             told := list[str](),

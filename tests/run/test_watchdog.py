@@ -56,7 +56,6 @@ LOST = [
     dist.DistBackendError(NCCL.format("unhandled system error", "SystemError")),
 ]
 NOT_LOST = [
-    _dynamo.exc.TorchDynamoException("while reading the code: # Broken pipe"),
     "CUDA error: peer access is already enabled",
     "CUDA error: peer mapping resources exhausted",
     "CUDA error: peer access is not supported between these two devices",
@@ -80,6 +79,7 @@ NOT_LOST = [
     dist.DistBackendError(
         NCCL.format("invalid usage", "InvalidUsage") + "Duplicate GPU detected : rank 1 and rank 0 both on CUDA"
     ),
+    _dynamo.exc.TorchDynamoException("while reading the code: # Broken pipe"),
 ]
 
 
