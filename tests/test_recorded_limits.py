@@ -523,6 +523,10 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [(8, 0), (8, 8), (8, 9), (9, 0)],
     ),
+    "kept by selective checkpointing": (
+        lambda: sorted(map(str, recompute_and_compile.MATMULS | recompute_and_compile.ATTENTION)),
+        [()],
+    ),
     "compiled": (
         lambda enabled, n, limit: patched(
             lambda: [

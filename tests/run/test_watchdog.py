@@ -76,6 +76,7 @@ NOT_LOST = [
     "DataLoader: the socket of worker 3 is closed",
     "The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 0",
     dist.DistBackendError(NCCL.format("unhandled cuda error", "UnhandledCudaError")),
+    dist.DistBackendError(NCCL.format("invalid argument", "InvalidArgument")),
     dist.DistBackendError(
         NCCL.format("invalid usage", "InvalidUsage") + "Duplicate GPU detected : rank 1 and rank 0 both on CUDA"
     ),
