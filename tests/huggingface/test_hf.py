@@ -125,8 +125,10 @@ def test_init_from_another_model_or_vocabulary_names_both(
     config = transformers.GPT2Config(vocab_size=vocab_size, n_embd=dim, n_layer=2, n_head=2, n_positions=37)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "hf")
     words({"w0": 0}).save(str(tmp_path / "hf/tokenizer.json"))
-    result = ranks(1, *tiny(text, tmp_path, model__init_from=tmp_path / "hf", model__tie_embeddings=True))
-    assert re.search(expected, refused(result))
+    assert re.search(
+        expected,
+        refused(ranks(1, *tiny(text, tmp_path, model__init_from=tmp_path / "hf", model__tie_embeddings=True))),
+    )
 
 
 @pytest.mark.parametrize("own_head", [False, True])
@@ -265,6 +267,14 @@ def test_the_begin_token_is_that_of_the_pretraining(
     files: dict[str, Any], first: str, expected: list[int], tmp_path: Path
 ) -> None:
     assert hf.begin_tokens(tmp_path, with_marks(tmp_path, first, **files)) == expected
+    assert [hf.tokenizer_notes(tmp_path, tmp_path / "tokenizer.json", token) for token in (None, 257, 258)] == [
+        *([], []),
+        [
+            f"the weights of {tmp_path} were trained on documents that begin with '<s>' (id 257), and these do not: "
+            "--tokenizer.begin_token='<s>' adds it to a text; prepare a folder again with --begin-token"
+        ]
+        * len(expected),
+    ]
 
 
 @pytest.mark.parametrize(
