@@ -27,7 +27,6 @@ from torchtitan_lite.checkpointing import compatibility, safetensors_file, shard
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config.schema import (
     CompileConfig,
-    FsdpConfig,
     GradScalerConfig,
     ModelConfig,
     OptimConfig,
@@ -38,7 +37,7 @@ from torchtitan_lite.cpu import barrier, fused
 from torchtitan_lite.cpu import loss as in_chunks
 from torchtitan_lite.data import loader, mixture, packing, pairs, token_files
 from torchtitan_lite.data.prepare import folder, texts, tokenizer
-from torchtitan_lite.distributed import float8, fsdp, process_group, recompute_and_compile
+from torchtitan_lite.distributed import float8, process_group, recompute_and_compile
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.models import (
@@ -52,7 +51,7 @@ from torchtitan_lite.models import (
     t5,
 )
 from torchtitan_lite.models.experts import Experts
-from torchtitan_lite.optim import finite_guard, grad_scaler, spike_guard
+from torchtitan_lite.optim import finite_guard, grad_scaler, muon, spike_guard
 from torchtitan_lite.optim.optimizer import build_optimizer
 from torchtitan_lite.optim.step_record import Numbers, StepRecord
 from torchtitan_lite.run import attempts, between_steps, metrics, mfu, session
@@ -316,10 +315,6 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             generation.new_tokens(model_of(torch.tensor([[logits]])), [1], 2, lambda row: int(row.argmax()))
         ),
         [*((1.0, value, 2.0) for value in (3.0, INF, NAN))],
-    ),
-    "as many as fit": (
-        lambda n: len([*generation.new_tokens(model_of(torch.zeros(1, 1, 2)), n * [1], 20, lambda _: 0)]),
-        [(1,), (8,), (9,)],
     ),
     "bits of a resume": (
         lambda world, local, values: {
@@ -612,17 +607,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [*((n, 0) for n in (2047, 2048, 2049)), (16, 16), (16, 17)],
     ),
-    "offloaded": (
-        lambda pin: spied(
-            "distributed__fsdp__CPUOffloadPolicy",
-            lambda **given: given,
-            lambda: fsdp.apply_fsdp(Stub(), Stub(shape=[1]), FsdpConfig(cpu_offload=True, pin_memory=pin)),
-            Mock(side_effect=UserError("not further")),
-            distributed__fsdp__groups_of=lambda *_: [],
-            distributed__fsdp__column_placement=lambda *_: None,
-        ),
-        [(True,), (False,)],
-    ),
+    "cost of an update": (muon.cost, [(3, 5), (5, 3), (4, 4)]),
     "timeouts of groups": (
         lambda *minutes: [
             told := list[str](),
@@ -646,6 +631,10 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             distributed__float8__logging__getLogger=Mock(side_effect=UserError("it has float8")),
         ),
         [(8, 0), (8, 8), (8, 9), (9, 0)],
+    ),
+    "kept by selective checkpointing": (
+        lambda: sorted(map(str, recompute_and_compile.MATMULS | recompute_and_compile.ATTENTION)),
+        [()],
     ),
     "compiled": (
         lambda enabled, n, limit: patched(

@@ -76,5 +76,9 @@ def test_a_begin_token_is_only_before_a_decoders_source(prepared: Path, tmp_path
         )
         without.tokens[:, :n] = read_meta(out).marks[-1]
         assert (rows.tokens.tolist(), rows.targets.tolist()) == (without.tokens.tolist(), without.targets.tolist())
-    (note,) = prepare_all(DataConfig(path=str(prepared)), TokenizerConfig(begin_token="<extra_id_7>"), print).notes
+    (note,) = [
+        note
+        for folder in (prepared, out)
+        for note in prepare_all(DataConfig(path=str(folder)), TokenizerConfig(begin_token="<extra_id_7>"), print).notes
+    ]
     assert "have '</s>' (id 1) before them, not tokenizer.begin_token = '<extra_id_7>'" in note

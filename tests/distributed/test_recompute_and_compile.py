@@ -65,7 +65,12 @@ def test_parameters_on_the_host_are_the_same_and_what_is_not_initialised_is_name
         k: v.tolist() for k, v in made().state_dict().items()
     }
     wrong = nn.Module()
-    for name, tensor in (("zeros", torch.zeros(2, 2)), ("fine", torch.ones(2)), ("nan", torch.tensor([0, math.nan]))):
+    for name, tensor in (
+        ("zeros", torch.zeros(2, 2)),
+        ("fine", torch.ones(2)),
+        ("one", torch.ones(1, 1)),
+        ("nan", torch.tensor([0, math.nan])),
+    ):
         wrong.register_parameter(name, nn.Parameter(tensor))
     wrong.register_buffer("count", torch.tensor([3, torch.iinfo(torch.int64).min]))
     with pytest.raises(RuntimeError) as caught:

@@ -56,7 +56,6 @@ LOST = [
     dist.DistBackendError(NCCL.format("unhandled system error", "SystemError")),
 ]
 NOT_LOST = [
-    _dynamo.exc.TorchDynamoException("while reading the code: # Broken pipe"),
     "CUDA error: peer access is already enabled",
     "CUDA error: peer mapping resources exhausted",
     "CUDA error: peer access is not supported between these two devices",
@@ -77,9 +76,11 @@ NOT_LOST = [
     "DataLoader: the socket of worker 3 is closed",
     "The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 0",
     dist.DistBackendError(NCCL.format("unhandled cuda error", "UnhandledCudaError")),
+    dist.DistBackendError(NCCL.format("invalid argument", "InvalidArgument")),
     dist.DistBackendError(
         NCCL.format("invalid usage", "InvalidUsage") + "Duplicate GPU detected : rank 1 and rank 0 both on CUDA"
     ),
+    _dynamo.exc.TorchDynamoException("while reading the code: # Broken pipe"),
 ]
 
 

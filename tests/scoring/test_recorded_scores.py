@@ -80,10 +80,6 @@ def find_asked(names: list[str], data: DataSet | None, n: int) -> list[str]:
     return asked(find_tasks.find(names, (lambda: data) if data else None, n))
 
 
-def held_out(data: DataSet) -> list[str]:
-    return [text[-30:] for text in find_tasks.held_out_documents("x", data)]
-
-
 def numbers(values: Any) -> str:
     return " ".join(f"{value:.4f}" for value in np.atleast_1d(values).tolist())
 
@@ -276,7 +272,9 @@ def test_finding_tasks(prepared: Path, tmp_path: Path, monkeypatch: pytest.Monke
     for name, source in data.items():
         for n in (0, 4):
             found[f"{n} brackets of {name}"] = said(tmp_path, find_asked, ["brackets"], source, n)
-        found[f"held out of {name}"] = said(tmp_path, held_out, source)
+        found[f"held out of {name}"] = said(
+            tmp_path, lambda data: [text[-30:] for text in find_tasks.held_out_documents("x", data)], source
+        )
     text = f"()(a)({'x' * 99})({'x' * 100})[)](b){{c d}} ((e)f) [g(h]i) "
     found["closing"] = str([*_closing(text)])
     many = brackets([text + f"f({i}) and [{i}, {i + 1}] or {{{i}: 3}}" for i in range(90)])

@@ -296,6 +296,7 @@ export worse hf9 --best
 export best hf3 --ema --best
 export two no --ema
 export one hf
+export one one/run.json
 import hf model.toml
 import hf model.toml
 import hf2
