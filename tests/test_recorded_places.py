@@ -25,8 +25,9 @@ from torchtitan_lite.checkpointing.remote import Remote
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import cli, load
 from torchtitan_lite.config.rules import local
-from torchtitan_lite.config.schema import LogConfig, RunConfig
+from torchtitan_lite.config.schema import DataConfig, LogConfig, RunConfig
 from torchtitan_lite.cpu import apply_shared_memory, float32_matmuls, widens
+from torchtitan_lite.data.prepare.cache import cache_folder
 from torchtitan_lite.distributed import evaluating, process_group
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.optim.step_record import StepRecord
@@ -946,11 +947,39 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "a line that is lost": (
         lambda error: told(
-            lambda stand_in: patch("sys.stdout", Mock(write=Mock(side_effect=error)))(
+            lambda stand_in: patch("sys.stdout", Mock(write=Mock(side_effect=error), flush=stand_in("flush")))(
                 lambda: patched(lambda: terminal.print_line("x"), terminal__print_error_once=stand_in("once"))
             )()
         ),
-        [(OSError(28, "No space"),), (ValueError("closed"),)],
+        [(OSError(28, "No space"),), (ValueError("closed"),), (None,)],
+    ),
+    "tokenizer and tasks": (
+        lambda path, objective, names, found: told(
+            lambda _: str(
+                checks.check_tasks(Stub(tokenizer=Stub(path=path), data=Stub(objective=objective), tasks=names))
+            ),
+            *("data__spans__wrong_tokenizer", "run__tasks__wrong_tasks"),
+            answers={"data__spans__wrong_tokenizer": found, "run__tasks__wrong_tasks": {"eval.tasks": "no such task"}},
+        ),
+        [
+            (path, objective, names, found)
+            for path, objective in (("", "span_corruption"), ("t.json", "causal"), ("t.json", "span_corruption"))
+            for names in ([], ["x"])
+            for found in ({}, {"tokenizer.path": "no pad"})
+        ],
+    ),
+    "the cache": (
+        lambda env, own: told(
+            lambda _: [str(cache_folder(DataConfig(cache_dir=own))), *map(bucket.copy_of, ("s3://a", "s3://b"))],
+            *(f"bucket__{name}" for name in ("copy_of_data", "copy_of_run")),
+            env={"HOME": "/home/me", **env},
+            answers={
+                "bucket__Bucket": lambda url: Stub(
+                    contents=lambda names: {names[0]: b'{"files": {"a": 1}}' if url == "s3://b" else b"{}"}
+                ),
+            },
+        ),
+        [({"XDG_CACHE_HOME": xdg}, own) for xdg in ("", "/cache", "~/c") for own in ("", "/own")],
     ),
     "without enough brackets": (
         lambda values: told(
@@ -960,7 +989,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
                 "run__tasks__values_of_ranks": lambda digests: [digests],
             },
         ),
-        [({},), ({"eval.tasks": ["brackets"]},)],
+        [({"eval.tasks": names},) for names in (["auto"], ["brackets"], ["auto", "brackets"])],
     ),
     "a state of version 1.0": (
         lambda n, known: told(

@@ -1,14 +1,17 @@
 """Problems of a checkpoint are reported before anything is overwritten."""
 
 import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from safetensors.torch import load_file
 from tests.helpers import checkpoint, ranks, refused, succeeded, tiny
 from torchtitan_lite import progress
 from torchtitan_lite.checkpointing import safetensors_file, storage
-from torchtitan_lite.checkpointing.safetensors_file import FileRecord, specs_of, write_tensors
+from torchtitan_lite.checkpointing.safetensors_file import FileRecord, TensorWriter, specs_of, write_tensors
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.tools import checkpoints
@@ -151,14 +154,11 @@ def test_a_full_disk_fails_only_the_last_save(finished: Path, text: Path, tmp_pa
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 48, 8 << 20])
-def test_tensor_files_equal_those_of_the_safetensors_library(
-    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also in chunks that end within a tensor, and synced several times on the way."""
-    syncs: list[int] = []
-    monkeypatch.setattr(safetensors_file, "_CHUNK", chunk)
-    monkeypatch.setattr(safetensors_file, "_SYNC_EVERY", 100)
-    monkeypatch.setattr(safetensors_file, "flush_to_disk", lambda file: syncs.append(file.tell()))
+def test_tensor_files_equal_those_of_the_safetensors_library(chunk: int, tmp_path: Path) -> None:
+    """Also in chunks that end within a tensor, synced several times on the way, if hashing is slow, and in one buffer.
+
+    As full tensors are gathered: the memory of one is used for the next.
+    """
     tensors = {
         "matrix": torch.randn(7, 5),
         "scalar": torch.tensor(3.0),
@@ -167,15 +167,27 @@ def test_tensor_files_equal_those_of_the_safetensors_library(
         "bytes": torch.arange(5, dtype=torch.uint8),
         "int64": torch.tensor([1 << 40]),
     }
-    before = progress._bytes
-    record = write_tensors(tmp_path / "x", specs_of(tensors), tensors.__getitem__)
+    syncs, before, buffer = list[int](), progress._bytes, torch.empty(7 * 5 * 4, dtype=torch.uint8)
+    digest, delays = TensorWriter._digest, itertools.chain([0.01, 0.0] * 4, itertools.repeat(0.0))
+
+    def gathered(name: str) -> torch.Tensor:
+        one = tensors[name]
+        return buffer[: one.nbytes].copy_(one.reshape(-1).view(torch.uint8)).view(one.dtype).reshape(one.shape)
+
+    def slowly(writer: TensorWriter, chunk: memoryview) -> None:
+        time.sleep(next(delays))
+        digest(writer, chunk)
+
+    with (
+        patch.object(TensorWriter, "_digest", slowly),
+        patch.multiple(
+            safetensors_file, _CHUNK=chunk, _SYNC_EVERY=100, flush_to_disk=lambda file: syncs.append(file.tell())
+        ),
+    ):
+        record = write_tensors(tmp_path / "x", specs_of(tensors), gathered)
     content = (tmp_path / "x").read_bytes()
-    assert progress._bytes == before + 2 * len(content), "written and hashed: the watchdog sees both"
     assert record == FileRecord(len(content), hashlib.sha256(content).hexdigest())
+    assert progress._bytes == before + 2 * len(content), "written and hashed: the watchdog sees both"
     assert safetensors_file.sha256_of(tmp_path / "x") == record.sha256
-    assert progress._bytes == before + 3 * len(content)
-    assert syncs[-1] == len(content)
-    assert len(syncs) > 2
-    back = load_file(tmp_path / "x")
-    assert back.keys() == tensors.keys()
-    assert all(back[name].equal(tensors[name]) and back[name].dtype == tensors[name].dtype for name in tensors)
+    assert (progress._bytes - before, syncs[-1], len(syncs) > 2) == (3 * len(content), len(content), True)
+    torch.testing.assert_close(load_file(tmp_path / "x"), tensors, rtol=0, atol=0)

@@ -427,11 +427,11 @@ def test_the_rules_of_each_key_and_the_notes_on_values_without_effect(
 
 
 FILES = {  # a base is next to its file, else in the working directory; editors on Windows write a byte order mark
-    "base.toml": '[optim]\nname = "muon"\nmuon_momentum = 0.8\n[model]\nfamily = "gpt"\nrope_theta = 5e5\n'
-    "n_layers = 3\ndim = 64\n[train]\nsteps = 50\nseq_len = 64\n",
+    "base.toml": '[data]\npath = "x"\n[optim]\nname = "muon"\nmuon_momentum = 0.8\n[model]\nfamily = "gpt"\n'
+    "rope_theta = 5e5\nn_layers = 3\ndim = 64\n[train]\nsteps = 50\nseq_len = 64\n",
     "size.toml": "[train]\nseq_len = 7\n",
     "configs/size.toml": '\ufeffbase = "base.toml"\n[model]\nsize = "10M"\n',
-    "configs/gr\u00fcn.toml": 'base = "size.toml"\n[model]\nn_heads = 10\n[train]\nsteps = 60\n',
+    "configs/gr\u00fcn.toml": 'base = "size.toml"\n[model]\nn_heads = 10\n[data]\npath = ""\n[train]\nsteps = 60\n',
 }
 
 

@@ -34,14 +34,13 @@ from tests.data.test_recorded_data import (
     write,
 )
 from tests.recorded import assert_recorded
-from torchtitan_lite.config.schema import Config, DataConfig
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data import packing
 from torchtitan_lite.data import tokenizer as bpe
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.open_samples import open_samples
 from torchtitan_lite.data.prepare import documents as readers
 from torchtitan_lite.data.prepare.__main__ import main
-from torchtitan_lite.data.prepare.cache import cache_folder
 from torchtitan_lite.data.prepare.documents import Document, documents
 from torchtitan_lite.data.prepare.functions import functions
 from torchtitan_lite.data.prepare.texts import Corpus, find, ignored_notes
@@ -522,8 +521,6 @@ def test_finding_and_damage(
         found["wrong"][name] += "".join(
             f"; {k}: {normal(v, tmp_path)}" for k, v in wrong_tokenizer(config_of(keys, tmp_path)).items()
         )
-    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    found["cache"] = [str(cache_folder(DataConfig(cache_dir=where))) for where in ("", "/own/cache")]
     for name in ("a", "sub/b", "test/c", "x/tests/d", "idlelib/idle_test/e", "site-packages/f", "dist-packages/g"):
         write(tmp_path / f"lib/{name}.py", MODULE.replace("x", name[0]).encode())
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
