@@ -115,8 +115,8 @@ def ended(rank: int, *texts: str) -> list[Any]:
 
     Args:
         texts: of each rank, its state, and what it does before each look, the last one also from then on: "m" it moves
-            bytes, "b" it uses half a processor, "q" a quarter, "." nothing, "x" it publishes nothing. In the rank's
-            own: "z" all ranks were stopped for 100 s, "?" the store does not answer. "m3" is "mmm".
+            bytes, "b" it uses more than a tenth of a processor, "q" less, "." nothing, "x" it publishes nothing. In
+            the rank's own: "z" all ranks were stopped for 100 s, "?" the store does not answer. "m3" is "mmm".
     """
     states, played = [STATES[text.split()[0]] for text in texts], Stub(look=0, now=0.0, said=[])
     lines = [re.sub(r"(\D)(\d+)", lambda found: found[1] * int(found[2]), text.split()[1]) for text in texts]
@@ -164,7 +164,7 @@ def ended(rank: int, *texts: str) -> list[Any]:
             compiles=lambda: texts[rank].startswith("compiles"),
             moved=lambda: seen().count("m"),
         ),
-        run__watchdog__os__times=lambda: [0.75 * seen().count("b"), 0.0, 0.0, 0.375 * seen().count("q"), played.now],
+        run__watchdog__os__times=lambda: [0.16 * seen().count("b"), 0.0, 0.0, 0.14 * seen().count("q"), played.now],
         run__watchdog__dist__barrier=str,
         run__watchdog__within=within,
         run__watchdog__local_rank=lambda: rank % 2,

@@ -54,7 +54,7 @@ CHANGING = [
     (r"[0-9a-f]{12}\.\.\.", "HASH..."),
     (r"[0-9a-f]{16} x ", "HASH x "),
     (r"-> \"(?:[^\"\\]|\\.)*\"", "-> TEXT"),
-    (r"(matmul, TFLOP/s|\n +lowest)  .*", r"\1  N"),
+    (r"^ *(matmul, TFLOP/s|lowest)  .*", r"\1  N"),
     (r"clocks within [\d.]+ s", "clocks within N s"),
     (r"connected in [\d.]+ s", "connected in N s"),
     (r"process \d+ on", "process N on"),
