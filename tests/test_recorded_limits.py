@@ -1,4 +1,9 @@
-"""Just below and just above each limit, and what is not finite or empty: recorded_limits.json has the results."""
+"""Just below and just above each limit, and what is not finite or empty: recorded_limits.json has the results.
+
+Nothing else holds: "numbers of the package", the backends in "attention on a GPU", what `plan` counts ("matmuls",
+"bytes", "a micro-batch"), most limits of "spikes" and "guard", and "prompt"; read their diffs. Real runs skip spikes in
+test_spikes.py.
+"""
 
 import argparse
 import contextlib

@@ -1,4 +1,9 @@
-"""What each rank, machine, device and platform does differently: recorded_places.json has the results of calls."""
+"""What each rank, machine, device and platform does differently: recorded_places.json has the results of calls.
+
+Nothing else holds: the second of each end in "the watchdog ends", the words of "an upload" and "one of several",
+and "threads spin", "open files", "freed memory"; read their diffs. Real runs hold that hangs are named
+(test_watchdog.py) and runs resume (test_interrupted.py).
+"""
 
 import contextlib
 import io

@@ -1,4 +1,8 @@
-"""Each mistake in a config has a message with what works; all are found at once, before any process group."""
+"""Each mistake in a config has a message with what works; all are found at once, before any process group.
+
+Nothing else holds: the words of most messages, which of them come together, and what a machine lacks ("without ...",
+"$CXX"); read their diffs. The tests below hold that a rule has a message, and that what a message offers works.
+"""
 
 import ast
 import itertools

@@ -1,4 +1,9 @@
-"""What configs come to, recorded: each size of each family, what follows from given keys, and the rules of each key."""
+"""What configs come to, recorded: each size of each family, what follows from given keys, and the rules of each key.
+
+Nothing else holds: active and multiplied parameters and kinds of layers (recorded_models.json), and the words of
+"needed" and most of "refused" and "edges" (recorded_keys.json); read their diffs. test_model.py has published sizes,
+test_plan.py counts FLOPs.
+"""
 
 import itertools
 import re

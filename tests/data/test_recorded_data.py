@@ -1,4 +1,9 @@
-"""What text becomes, recorded: documents, prepared folders, the samples of each rank, and every message about data."""
+"""What text becomes, recorded: documents, prepared folders, the samples of each rank, and every message about data.
+
+Nothing else holds: the drawn "spans", "packed" pieces and "mixtures", the samples of each config, its "which" and its
+notes; read their diffs. test_data.py has numbers of the order of samples; test_loading.py and test_spans.py hold
+shares, epochs and that no token is lost.
+"""
 
 import gzip
 import json

@@ -1,4 +1,9 @@
-"""How text is read and what is said about it, recorded: each format, each command line, each damage and tokenizer."""
+"""How text is read and what is said about it, recorded: each format, each command line, each damage and tokenizer.
+
+Nothing else holds: places and hashes of documents, the words on most formats and damages, and the entries of a
+tokenizer that is "trained"; read their diffs. test_damaged_tokens.py holds that damage is found, test_evaluate.py the
+bytes of texts.
+"""
 
 import gzip
 import itertools

@@ -1,4 +1,9 @@
-"""Hugging Face's config.json and names, recorded: what each model is exported as, and what each key of theirs means."""
+"""Hugging Face's config.json and names, recorded: what each model is exported as, and what each key of theirs means.
+
+Nothing else holds: the messages on models that theirs can't be, and on their values that are refused or not read; read
+their diffs. What is exported and the usual keys, names and shapes are those of transformers in test_parity.py and
+test_t5.py.
+"""
 
 import json
 import math

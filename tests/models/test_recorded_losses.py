@@ -1,4 +1,9 @@
-"""The loss of each family with another value of each [model] key: recorded_losses.json."""
+"""The loss of each family with another value of each [model] key: recorded_losses.json.
+
+Nothing else holds: the losses with most values of the keys, such as other rope_* and dropout; read their diffs. In the
+shapes of test_parity.py and test_t5.py the numbers are those of transformers; test_mup.py and test_resformer.py have
+the formulas that transformers lacks.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,8 @@
-"""A run that was cut off anywhere ends as if it had not been: recorded_interrupted.json."""
+"""A run that was cut off anywhere ends as if it had not been: recorded_interrupted.json.
+
+Nothing else holds: what each start makes again, in which order; read the diffs. That a run ends as an uninterrupted one
+is computed, not recorded: a line "differs: ..." is an exception, so no other one may appear.
+"""
 
 import contextlib
 import io

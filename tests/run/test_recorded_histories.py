@@ -1,4 +1,9 @@
-"""What is said about runs with rare histories, made by hand: recorded_histories.json has it, by history and tool."""
+"""What is said about runs with rare histories, made by hand: recorded_histories.json has it, by history and tool.
+
+Nothing else holds: which attempts count, "goodput", the "report", the steps that `which` and --replay accept, and the
+notes of the next attempt, in these histories; read their diffs. Simpler ones are real in test_attempts.py,
+test_status.py and test_replay.py.
+"""
 
 import fcntl
 import json

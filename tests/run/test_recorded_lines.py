@@ -1,4 +1,8 @@
-"""What is said in cases that no small run comes to: recorded_lines.json has the results of calls."""
+"""What is said in cases that no small run comes to: recorded_lines.json has the results of calls.
+
+Nothing else holds: the words of almost all lines, above all "machines_line", "on_gpu" and "migrated", and the numbers
+of "recipe" and "figures"; read their diffs. test_console.py has the usual lines of a run, test_replay.py what differs.
+"""
 
 import functools
 import itertools

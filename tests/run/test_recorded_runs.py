@@ -1,4 +1,9 @@
-"""Four runs, and what their folders hold: every record, every file and tensor of a checkpoint, and their sums."""
+"""Four runs, and what their folders hold: every record, every file and tensor of a checkpoint, and their sums.
+
+Nothing else holds: the keys of each record and of state.json, which files are there, and the sums of weights and
+optimizer state after four steps; read their diffs. test_resume.py holds that such runs repeat,
+test_plain_loading.py and test_reload.py that shards can be read.
+"""
 
 import json
 import random

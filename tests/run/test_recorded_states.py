@@ -1,4 +1,9 @@
-"""What each command says of a run in an unusual state, and what it leaves: recorded_states.json, by state."""
+"""What each command says of a run in an unusual state, and what it leaves: recorded_states.json, by state.
+
+Nothing else holds: what each command says of these states, and which files it leaves; read their diffs. A row that is
+missing is that of "whole"; hashes are left out. test_checkpoint.py and test_faults.py hold that damage is found and
+nothing saved is lost.
+"""
 
 import contextlib
 import io

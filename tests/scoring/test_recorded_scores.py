@@ -1,4 +1,8 @@
-"""Scores, recorded: encoded questions, the likelihoods of a fixed model, figures, lines, and messages of bad tasks."""
+"""Scores, recorded: encoded questions, the likelihoods of a fixed model, figures, lines, and messages of bad tasks.
+
+Nothing else holds: digests and subsets of questions, those made from brackets, the lines of a validation, and most
+messages on bad files; read their diffs. Likelihoods and scores are those of transformers in test_tasks.py.
+"""
 
 import json
 import math

@@ -1,4 +1,9 @@
-"""Every word and number that the commands print, on made-up text: recorded_training.json and recorded_commands.json."""
+"""Every word and number that the commands print, on made-up text: recorded_training.json and recorded_commands.json.
+
+Nothing else holds: the lines of `which` and `checkpoint inspect`, the layout of tables, the help of tools, and most
+messages; read their diffs. Scores are those of transformers in test_evaluate.py and test_tasks.py, greedy text that in
+test_parity.py.
+"""
 
 import contextlib
 import io

@@ -1,4 +1,9 @@
-"""What `plan` prints, recorded: models, devices, meshes and options, and the figures behind the text."""
+"""What `plan` prints, recorded: models, devices, meshes and options, and the figures behind the text.
+
+Nothing else holds: the figures and names of each device (recorded_devices.json: compare them with its data sheet), and
+the parts of the times; read their diffs. test_plan.py measures memory and counts FLOPs; test_estimate.py has
+published times.
+"""
 
 import json
 import random
