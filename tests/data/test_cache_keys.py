@@ -151,7 +151,7 @@ def test_a_run_of_1_0_resumes_with_its_data(text: Path, tmp_path: Path) -> None:
     before, job = find(str(text), as_1_0=True), Job.from_config(tokenizer, data.val_fraction, sentinels=False)
     assert [file.name for file in before.files] == [".c.csv", "a.csv", "e.tsv"]
     (note,) = prepare_all(data, tokenizer, print).notes
-    assert note.startswith("2 other files are not read: 1 x hidden, 1 x .md")
+    assert note.startswith("2 other files not read: 1 x hidden, 1 x .md")
     old = tmp_path / "cache" / job.made_from(before, [before])[:16]
     prepare(before, job, old, "stop", [before])
     more = {"run__name": "a", "checkpoint__every": 2, "optim__warmup_steps": 1, "tokenizer__path": tokenizer.path}

@@ -45,7 +45,7 @@ def test_each_start_names_its_text_what_is_left_out_and_many_epochs(text: Path, 
         command = tiny(folder, tmp_path / "runs", run__name="a", train__steps=steps, optim__warmup_steps=1)
         said = succeeded(ranks(2, *command, f"--run.max_minutes={0.001 if steps > 2 else 0}"))
         assert f"data    {folder}: " in said
-        assert said.count("3 other files are not read: 2 x .md, 1 x Makefile; ") == 1
+        assert said.count("3 other files not read: 2 x .md, 1 x Makefile; ") == 1
         assert (f"data    the run reads {folder} " in said) == (steps > 2)
 
 

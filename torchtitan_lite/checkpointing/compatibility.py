@@ -108,21 +108,27 @@ def require_same_run(folder: Path, saved: TrainState, expected: Mapping[str, Any
 
     run, step = folder.parent.parent, saved.step
     head = f"{folder} can't be forked, because" if fork else f"{run} has made {counted(step, 'step')}, and"
-    here = {key: expected[key] for key in changed if key in expected}
-    lines = [f"{head} its values differ from this command's:", *hints.differences(changed, here)]
-    paths = ["tokenizer.path"] if "tokenizer" in changed else []
-    paths += ["data.path", "data.sources"] if any(key not in known_keys() for key in changed) else []
-    changeable = [key for key in (*changed, *paths) if key in known_keys() and before[key] != expected[key]]
+    lines = [
+        f"{head} its values differ from this command's:",
+        *hints.differences(changed, {key: expected[key] for key in changed if key in expected}),
+    ]
+    keys = [
+        *changed,
+        *["tokenizer.path"] * ("tokenizer" in changed),
+        *["data.path", "data.sources"] * any(key not in known_keys() for key in changed),
+    ]
+    changeable = [key for key in keys if key in known_keys() and before[key] != expected[key]]
     if changeable:
         back = " ".join(hints.option(key, before[key], format_value(before[key])) for key in changeable)
         lines.append(f"continue with the run's values: {back}")
     if "tokenizer" in changed:
         lines.append(f"different text needs the run's tokenizer: --tokenizer.path={run / 'tokenizer.json'}")
+    other = "or " * bool(changeable or "tokenizer" in changed)
     if fork or any(_rule_of(key) == "refused" for key in changed):
-        lines.append(f"or start a new run with --run.name=NEW{' and without checkpoint.resume' if fork else ''}")
+        lines.append(f"{other}start a new run with --run.name=NEW{' and without checkpoint.resume' if fork else ''}")
     else:
         command = this_command(run__name=f"{run.name}-from-{step}", checkpoint__resume=str(folder))
-        lines.append(f"or fork it: a new run continues from here with the new values:\n    {command}")
+        lines.append(f"{other}fork it: a new run continues from here with the new values:\n    {command}")
     raise CheckpointError("\n  ".join(lines))
 
 

@@ -102,7 +102,8 @@ def explain_hang(states: Mapping[int, RankState], silent: Mapping[int, float], l
         elif state and state.reached < furthest.reached:
             same_phase = state.place[:2] == furthest.place[:2] and not furthest.operations
             waited_for.append(f"rank {rank} ({state}{f', forward pass {state.place.passes}' if same_phase else ''})")
-    whom = f"the others wait for {', '.join(waited_for)}" if waited_for else "all ranks are at the same place"
+    others = "the others wait for " * (len(waited_for) < len({*states, *silent}))
+    whom = f"{others}{', '.join(waited_for)}" if waited_for else "all ranks are at the same place"
     return f"{furthest.task}: no rank made progress for {limit}; {whom}"
 
 

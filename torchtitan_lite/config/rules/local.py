@@ -66,7 +66,7 @@ def package_rules(config: Config, machine: Machine) -> Rules:
     if uses_inductor and (lacking := missing_for_inductor(config.run.device, machine.n_gpus)):
         yield (
             "compile.enabled compile.backend run.device",
-            f"compile.enabled = true needs {lacking}, which is missing; install it, or set compile.enabled = false",
+            f"compile.enabled = true needs {lacking}, not found here; install that, or set compile.enabled = false",
         )
     for name in config.log.trackers:
         package = TRACKERS[name].package

@@ -17,6 +17,7 @@ from torchtitan_lite.config.paths import files_below, matching, unfound
 from torchtitan_lite.config.registry import is_module_name
 from torchtitan_lite.config.sections.data import JSON_LINES, READERS
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.terminal import counted
 
 COMPRESSED = ".gz", ".zst"
 READABLE = ".txt, .jsonl, .json, .csv and .tsv files (also .gz and .zst) and .parquet files"
@@ -186,7 +187,7 @@ def _left_out(file: Path, suffixes: Sequence[str], *, named: bool, as_1_0: bool)
 def ignored_notes(texts: Iterable[Corpus]) -> list[str]:
     """Return a note on the other files and on hidden folders in the folders of texts, if any."""
     ignored = [kind for corpus in texts for kind in corpus.ignored]
-    note = f"{len(ignored):,} other files are not read: {_listed(ignored)}; {_NAMES_MORE}"
+    note = f"{counted(len(ignored), 'other file')} not read: {_listed(ignored)}; {_NAMES_MORE}"
     return [note + "; hidden ones are read if they are named" * ("hidden" in ignored)] if ignored else []
 
 
