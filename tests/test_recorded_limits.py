@@ -41,7 +41,7 @@ from torchtitan_lite.cpu import attention as by_blocks
 from torchtitan_lite.cpu import barrier, fused
 from torchtitan_lite.cpu import loss as in_chunks
 from torchtitan_lite.data import loader, mixture, packing, pairs, token_files
-from torchtitan_lite.data.prepare import folder, texts, tokenizer
+from torchtitan_lite.data.prepare import documents, folder, texts, tokenizer
 from torchtitan_lite.distributed import float8, process_group, recompute_and_compile
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.errors import UserError
@@ -259,6 +259,22 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             )
         },
         [("torchtitan_lite",)],
+    ),
+    "sequences of some steps": (
+        lambda first, last: config_of({"train.steps": 90, "train.batch_schedule": [[20, 16], [50, 40]]}).train.samples(
+            first, last
+        ),
+        [(first, last) for last in (None, 30, 50, 51) for first in (0, 20, 21, 30, 70) if first < (last or 90)],
+    ),
+    "rows of a table": (
+        lambda n: [
+            documents.need("pyarrow.parquet").write_table(
+                documents.need("pyarrow").table({"text": ["a"] * n}), out := io.BytesIO()
+            ),
+            len(found := [row for row, _ in documents.read_parquet(out, Stub(keys=["text"]))]),
+            found[-1],
+        ],
+        [(256,), (257,), (600,)],
     ),
     # the way that a computation takes
     "attention on a CPU": (

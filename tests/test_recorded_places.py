@@ -699,6 +699,62 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             *((step, 0, 3, 5, 0, 6, 4) for step in (4, 7, 8)),
         ],
     ),
+    "a step": (
+        lambda step, explicit, norms: told(
+            lambda stand_in: patch.multiple(
+                train,
+                forward_backward=lambda _s, step, batch: stand_in("forward_backward", "loss")(step, batch),
+                check_previous_step=lambda s: stand_in("checked")(s.state.step),
+                StepRecord=stand_in(
+                    "StepRecord",
+                    Stub(
+                        loss_sum="sum", targets="targets", grad_norm="norm", finite=TENSOR(step > 3), squares={"a": 1}
+                    ),
+                ),
+            )(
+                lambda: train.train_step(
+                    Stub(
+                        **{"model": "model", "process": "process", "preemption": Stub(requested=lambda: "stops")},
+                        config=Stub(train=Stub(boundaries=lambda phases: phases)),
+                        phase=Stub(
+                            fsdp=Stub(explicit_prefetching=explicit),
+                            train=Stub(batch_size=lambda n: 10 * n, steps=8),
+                            data=Stub(position=lambda at, size: at + size // 10),
+                            log=Stub(every=3, norms=norms),
+                            optim=Stub(max_norm=2.5),
+                        ),
+                        state=Stub(step=step - 1, phases=[4], samples_consumed=100, after_step=stand_in("after")),
+                        meter=Stub(
+                            timing=lambda part: contextlib.nullcontext(stand_in("time of")(part)),
+                            add_loss=stand_in("add_loss"),
+                        ),
+                        loader=Stub(batch=stand_in("batch", Stub(global_tokens=7, source_tokens="of sources"))),
+                        watchdog=Stub(computing=stand_in("computing")),
+                        rank_seconds=Stub(step=lambda timed: contextlib.nullcontext(stand_in("timed")(timed))),
+                        blocks=Stub(
+                            **{"replicas": 2, "names": "names", "squares": stand_in("squares", "squares")},
+                            of_update=stand_in("of_update", {"b": 2}),
+                        ),
+                        scaler=Stub(scale="scale", update=stand_in("scale")),
+                        metrics=[Stub(parts=stand_in("parts", "parts"))],
+                        guards=[Stub(withholds=lambda _, found=found: TENSOR(found)) for found in (True, False)],
+                        optimizer=Stub(update=stand_in("update")),
+                    ),
+                    step,
+                )
+            )(),
+            *("distributed__fsdp__unshard_first", "optim__optimizer__squared_norm", "optim__optimizer__learning_rate"),
+            *("optim__optimizer__clip_factor", "optim__optimizer__gradient_norms"),
+            answers={
+                "optim__optimizer__gradient_norms": "norms",
+                "run__next_phase__enter": lambda _s, step, *built: print(
+                    "a phase at", step, *(f.__name__ for f in built)
+                ),
+                **{f"optim__optimizer__{name}": name for name in ("squared_norm", "learning_rate", "clip_factor")},
+            },
+        ),
+        [(2, False, True), (3, True, True), (4, False, False), (5, False, True), (8, False, True)],
+    ),
     "the step before": (
         lambda found, asked, agreed: told(
             lambda stand_in: [
@@ -939,6 +995,14 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             lambda _: str(run_folder.lock(Path(folder))), answers={"run__run_folder__on_rank0": lambda action: action()}
         ),
         [("/dev/null/x",)],
+    ),
+    "a lock that is waited for": (
+        lambda: told(
+            lambda _: str(run_folder.lock(Path("runs/x"))),
+            "run__run_folder__FileLock",
+            answers={"run__run_folder__on_rank0": lambda _: None},
+        ),
+        [()],
     ),
     "a lock that is looked at": (
         lambda *error: told(

@@ -210,6 +210,7 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "ends": lambda: bpe_with("</s>", "<eos>"),
     "not_special": lambda: bpe_with("</s>", "\u4e2d\u4e2d", special=False),
     "padded": padded,
+    "late_pad": lambda: bpe_with("</s>", "<pad>"),
     "letters": letters,
     "drops": lambda: letters(None),
     "piece": unigram,

@@ -434,6 +434,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "pairs of text": {"data.path": ["@/a", "@/held.jsonl"], "data.objective": "pairs", "data.target_len": 5},
     "no file of pairs": {**PAIRS},
     "no pad": {**PAIRS, "data.path": "@/pairs.csv", **BYTES, "model.family": "t5"},
+    "another pad": {"data.path": "@/a", **T5, "tokenizer.path": "@/late_pad.json"},
     "no sentinels": {"data.path": "@/a", **T5, **BYTES},
     "too many spans": {"data.path": "@/a", **T5, "train.seq_len": 2500},
     "too short": {"data.path": "@/a/one.jsonl", **BYTES, "train.seq_len": 5000},

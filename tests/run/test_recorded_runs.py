@@ -39,7 +39,8 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
         "data__target_key": "head", "data__target_len": 5,  "model__dropout": 0.1,
     }),
     "replicas, sharded by DCP, frozen": (2, {
-        "model__family": "olmo_hybrid", "fsdp__dp_replicate": 2, "checkpoint__state_dict": "sharded",
+        "model__family": "olmo_hybrid", "fsdp__dp_replicate": 2, "fsdp__param_dtype": "float16",
+        "checkpoint__state_dict": "sharded",
         "checkpoint__api": "dcp", "optim__freeze": "['layers.0.*']", "checkpoint__async_save": True,
         "optim__groups": "[{match = '*norm*', lr_factor = 0.5, weight_decay = 0.3}]",
     }),

@@ -184,7 +184,7 @@ FILES: list[str | bytes] = [
     '{"score": "plain"}\n',
     GOOD + '\n{"score": "plain"}',
     "\ufeff" + GOOD + "\r\n{",
-    GOOD + "\n\n[1]",
+    *(f"{GOOD}\n\n{line}" for line in ("[1]", "5", "null", '"choices"')),
     b'{"context": "\xff"}',
     "[" * 500,
     *(json.dumps({"context": "a", **more}) for more in (
