@@ -37,6 +37,7 @@ from torchtitan_lite.distributed import evaluating, process_group
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run import (
+    attempts,
     between_steps,
     checks,
     metrics,
@@ -362,6 +363,42 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             (2, "computes .", "computes m", "computes .", "computes ."),
             *((3, "computes .", f"computes {line}", "computes x", "computes .") for line in (".", "m")),
         ],
+    ),
+    "the end of a rank": (
+        lambda local, *lower: told(
+            lambda stand_in: Watchdog._end(
+                Stub(
+                    **{"_file": Stub(write=stand_in("write")), "_path": Path("stacks/x"), "on_abort": stand_in("ends")},
+                    **{"_world": Stub(rank=2), "_neighbours": dict(enumerate([*lower, False, True], 2 - len(lower)))},
+                ),
+                "a reason",
+                2.5,
+            ),
+            *("run__watchdog__faulthandler__dump_traceback", "run__watchdog__report", "run__watchdog__os___exit"),
+            answers={
+                "run__watchdog__within": lambda _, action, *given: action(*given),
+                "run__watchdog__write_traces": lambda *given: print("traces", *given),
+                "run__watchdog__time": Stub(sleep=lambda seconds: print("waits", seconds)),
+                "run__watchdog___died": bool,
+                "run__watchdog__local_rank": lambda: local,
+            },
+        ),
+        [(2, True, True), (2, True, False), (2,)],
+    ),
+    "files of a machine": (
+        lambda died: told(
+            lambda stand_in: str(
+                Watchdog._open_files(
+                    Stub(
+                        _path=Stub(with_name=lambda name: Stub(open=stand_in(name, name))),
+                        _first=2,
+                        _world=Stub(local_world_size=3),
+                    )
+                )
+            ),
+            answers={"run__watchdog___died": lambda name: name in died},
+        ),
+        [("",), ("rank-3.txt",)],
     ),
     "a rank is lost": (
         lambda host, reason: told(
@@ -1076,7 +1113,51 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [(True,), (False,)],
     ),
-    "who locked": (run_folder.holder, [(Path("/no/such"),)]),
+    "who locked": (
+        lambda text: run_folder.holder(
+            MagicMock(**{"__truediv__.return_value.read_text": Mock(side_effect=[text])}),
+        ),
+        [(text,) for text in ("", "process 7", OSError(2, "No such file"))],
+    ),
+    "a guard against spikes": (
+        lambda values: told(
+            lambda _: str(
+                spikes.build_guard(
+                    config_of({"spike.action": "skip"} | values),
+                    *("process", TrainState(spikes={"losses": [1.0]}), [3], "checkpointer", "log"),  # type: ignore[arg-type]
+                )
+            ),
+            answers={"run__spikes__SpikeGuard": lambda keys, *given: print(keys.action, *given[:4])},
+        ),
+        [({"train.max_skipped": 7, "optim.warmup_steps": 5},)],
+    ),
+    "a config to resume": (
+        lambda run, resume, url: told(
+            lambda _: str(find.config_to_resume(Path(run), resume, url)),
+            answers={
+                "checkpointing__find__candidates": lambda path: (
+                    refuse(path) if "new" in str(path) else [path / f"step-{n:08}" for n in (99999999, 100000000, 7)]
+                ),
+                "checkpointing__find__expand": Path,
+                "checkpointing__find__storage__read_state": lambda folder: TrainState(
+                    config={
+                        "of": str(folder),
+                        "optim.lr": 1.0,
+                        "train.phases": [{"from_step": 4, "optim": {"lr": 0.5}}],
+                    },
+                    phases=[4],
+                ),
+            },
+        ),
+        [("run", "other", ""), ("new", "other", ""), ("new", "other", "bucket"), ("new", "", "new")],
+    ),
+    "runs that are there": (
+        lambda n, file: told(
+            lambda _: attempts.of_run(Path("runs")) if "json" in file else find.candidates(Path("runs/x")),
+            answers={"run__attempts__Path__glob": lambda where, _: [where / f"r{i:02}" / file for i in range(n)]},
+        ),
+        [(n, file) for file, some in (("run.json", (0, 1, 10, 11)), ("checkpoints", (0, 4, 5))) for n in some],
+    ),
     "an end on a full disk": (
         lambda name: told(
             lambda _: run_folder.record_end(Path("x"), Process(0, 2, CPU, 1), 3, "failed", 5, "why", repeats=True),

@@ -314,7 +314,7 @@ def case_report(process: Process, tmp_path: Path) -> None:
         by.bucket.fs.put_file = mock.Mock(side_effect=[OSError("disk 1"), OSError("disk 7")])
     by.upload(storage.commit(new, TrainState(step=1), "sharded", 2, {}, None, by.claim), 9, lambda steps: {*steps})
     assert process.rank == 1 or "disk 7" in str(by._outcome(wait=True)["upload_error"])
-    assert not [*tmp_path.glob("bucket/**/manifest.json")]
+    assert ([*tmp_path.glob("bucket/**/manifest.json")], by._store.timeout.days) == ([], 30)
 
 
 @pytest.mark.parametrize(("case", "n"), [(case_claims, 1), (case_report, 2)])
