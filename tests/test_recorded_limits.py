@@ -563,6 +563,16 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "mean loss": (mean_with, [(value, [6.0, 4.0]) for value in (2.0, 0.0, INF, -INF, NAN)] + [(NAN, [0.0, 0.0])]),
     # when it is done, and what is said
     "goodput": (attempts.goodput, [([], [])]),
+    "the last record": (
+        lambda n: attempts.last_record(
+            [
+                {"step": i, "time": 2.0 * i, "loss": NAN if i else None, "mean_loss": i, "tokens_per_second": -i}
+                for i in range(n)
+            ]
+            + [{"step": n, "val_loss": 1.0}]
+        ),
+        [(n,) for n in (0, 1, 4, 10, 12)],
+    ),
     "due": (session.due, [(0, 0), (0, 3), (3, 3), (4, 3), (6, 3), (3, -1)]),
     "which": (listed, [(2, 3, 60), (2, 3, 61), (1, 0, 1)]),
     "clocks": (

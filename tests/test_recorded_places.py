@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import MagicMock, Mock, patch
 
 import pytest
 import torch
@@ -37,6 +37,7 @@ from torchtitan_lite.distributed import evaluating, process_group
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.optim.step_record import StepRecord
 from torchtitan_lite.run import (
+    attempts,
     between_steps,
     checks,
     metrics,
@@ -198,7 +199,7 @@ def looped(stops: int, gc_every: int = 0, **every: int) -> list[Any]:
         asked, config = Stub(agreed=False), Stub(train=Stub(steps=8), speed=Stub(gc_every=gc_every))
         work = [Periodic(key, n, alone(key), at_stop=key in ("log", "save")) for key, n in every.items()]
         s = Stub(config=config, periodic=work, state=Stub(step=3), preemption=asked)
-        s.checkpointer = Stub(finished=lambda: True, remote=None)
+        s.checkpointer = Stub(finished=lambda: stops == 4, remote=gc_every)
         s.profile = Stub(start=stand_in("profile"), stop=lambda step, last: f"profiled {step}" * last)
         s.watchdog, s.meter = Stub(step=stand_in("at")), Stub(paused=contextlib.nullcontext)
         s.log = Stub(progress=lambda first, last: range(first, last + 1), info=stand_in("info"))
@@ -362,6 +363,42 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             (2, "computes .", "computes m", "computes .", "computes ."),
             *((3, "computes .", f"computes {line}", "computes x", "computes .") for line in (".", "m")),
         ],
+    ),
+    "the end of a rank": (
+        lambda local, *lower: told(
+            lambda stand_in: Watchdog._end(
+                Stub(
+                    **{"_file": Stub(write=stand_in("write")), "_path": Path("stacks/x"), "on_abort": stand_in("ends")},
+                    **{"_world": Stub(rank=2), "_neighbours": dict(enumerate([*lower, False, True], 2 - len(lower)))},
+                ),
+                "a reason",
+                2.5,
+            ),
+            *("run__watchdog__faulthandler__dump_traceback", "run__watchdog__report", "run__watchdog__os___exit"),
+            answers={
+                "run__watchdog__within": lambda _, action, *given: action(*given),
+                "run__watchdog__write_traces": lambda *given: print("traces", *given),
+                "run__watchdog__time": Stub(sleep=lambda seconds: print("waits", seconds)),
+                "run__watchdog___died": bool,
+                "run__watchdog__local_rank": lambda: local,
+            },
+        ),
+        [(2, True, True), (2, True, False), (2,)],
+    ),
+    "files of a machine": (
+        lambda died: told(
+            lambda stand_in: str(
+                Watchdog._open_files(
+                    Stub(
+                        _path=Stub(with_name=lambda name: Stub(open=stand_in(name, name))),
+                        _first=2,
+                        _world=Stub(local_world_size=3),
+                    )
+                )
+            ),
+            answers={"run__watchdog___died": lambda name: name in died},
+        ),
+        [("",), ("rank-3.txt",)],
     ),
     "a rank is lost": (
         lambda host, reason: told(
@@ -755,6 +792,75 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [(2, False, True), (3, True, True), (4, False, False), (5, False, True), (8, False, True)],
     ),
+    "a run": (
+        lambda missed, step, agreed, error: told(
+            lambda stand_in: patch.multiple(
+                train,
+                build=lambda _config, *given: stand_in(
+                    "build",
+                    Stub(
+                        close=stand_in("close"),
+                        state=Stub(step=step),
+                        preemption=MagicMock(agreed=agreed),
+                        watchdog=Stub(training=contextlib.nullcontext),
+                    ),
+                )(*given[:2]),
+                missed_evaluations=lambda _: missed,
+                run_missed=lambda _, works: stand_in("run_missed")(works),
+                train=lambda _: stand_in("train", Mock(side_effect=error))(),
+            )(
+                lambda: train.run(
+                    Stub(config=Stub(log="of the log", train=Stub(steps=8, micro_batch_size=4))),
+                    *("data", "process", Stub(track=lambda keys, _: stand_in("track")(keys), close=stand_in("end"))),  # type: ignore[arg-type]
+                )
+            )(),
+            answers={
+                "run__start_and_end__require_one_run": lambda *_: ["host"],
+                "run__start_and_end__take_over": lambda hosts, *_: print(f"{hosts} take over"),
+                "run__start_and_end__report_end": lambda _: 7,
+                "run__start_and_end__report_failure": lambda _config, _process, _log, error, _: print(
+                    f"failed: {error}"
+                ),
+            },
+        ),
+        [
+            *(([], step, False, None) for step in (7, 8)),
+            *((["tasks"], 8, agreed, None) for agreed in (False, True)),
+            ([], 7, False, errors.SpikeError("a spike")),
+            ([], 7, False, torch.OutOfMemoryError("CUDA out of memory")),
+        ],
+    ),
+    "a sharded model": (
+        lambda values, device: told(
+            lambda _: str(
+                type(train.sharded_model(config_of(values, 2), 517, Stub(device_type=device, ndim=1), widen=True))
+            ),
+            answers={
+                "distributed__fsdp__apply_fsdp": lambda *_: print("shards"),
+                "cpu__apply": lambda _model, _speed, widen: print("for a CPU", widen),
+                "cpu__apply_shared_memory": lambda *_: print("shared memory"),
+                "distributed__recompute_and_compile__apply_activation_checkpointing": lambda _, keys: print(keys.mode),
+                "distributed__recompute_and_compile__apply_compile": lambda *_, dynamic_shapes: print(dynamic_shapes),
+            },
+        ),
+        [
+            ({}, "cpu"),
+            (PAIRS | {"speed.shared_memory": False}, "cuda"),
+            ({"data.path": "x", "train.phases": [{"from_step": 4, "optim": {"lr": 0.5}}]}, "cpu"),
+        ],
+    ),
+    "a model with values": (
+        lambda values: told(
+            lambda stand_in: patch.multiple(
+                train,
+                sharded_model=lambda _config, size, mesh, widen: stand_in("sharded", "model")(size, mesh, widen),
+                set_group_timeouts=stand_in("no time limit"),
+                materialize=stand_in("materialize"),
+            )(lambda: train.build_model(config_of(values), 517, "mesh", Process(1, 2, GPU, 1)))(),  # type: ignore[arg-type]
+            answers={"cpu__widens": lambda *_: "widens"},
+        ),
+        [({"run.seed": 3},)],
+    ),
     "the step before": (
         lambda found, asked, agreed: told(
             lambda stand_in: [
@@ -874,6 +980,36 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [(True,), (False,)],
     ),
+    "a file of stacks": (
+        lambda is_new, size, left: told(
+            lambda stand_in: Watchdog.close(
+                Stub(
+                    **{"_closed": Stub(set=stand_in("closes")), "_is_new": is_new, "_size": 5, "_left": left},
+                    _path=Stub(
+                        stat=lambda: Stub(st_size=size),
+                        unlink=stand_in("unlink"),
+                        parent=Stub(rmdir=stand_in("rmdir", Mock(side_effect=OSError(39, "not empty")))),
+                    ),
+                    _file=Stub(write=stand_in("write"), close=stand_in("close")),
+                )
+            )
+        ),
+        [(True, 5, True), (True, 6, False), (False, 5, True)],
+    ),
+    "a line": (
+        lambda cut, is_terminal: told(
+            lambda stand_in: patch(
+                "sys.stdout", Stub(write=stand_in("write"), flush=stand_in("flush"), isatty=lambda: is_terminal)
+            )(
+                lambda: patched(
+                    lambda: metrics.Log(Path("runs"), enabled=True).info("a long line", cut=cut),
+                    run__metrics__shutil=Stub(get_terminal_size=lambda: Stub(columns=6)),
+                )
+            )(),
+            "run__metrics__append_line",
+        ),
+        [(False, True), (True, True), (True, False)],
+    ),
     "a phase": (
         lambda compiles: told(
             lambda stand_in: next_phase.enter(
@@ -977,7 +1113,51 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [(True,), (False,)],
     ),
-    "who locked": (run_folder.holder, [(Path("/no/such"),)]),
+    "who locked": (
+        lambda text: run_folder.holder(
+            MagicMock(**{"__truediv__.return_value.read_text": Mock(side_effect=[text])}),
+        ),
+        [(text,) for text in ("", "process 7", OSError(2, "No such file"))],
+    ),
+    "a guard against spikes": (
+        lambda values: told(
+            lambda _: str(
+                spikes.build_guard(
+                    config_of({"spike.action": "skip"} | values),
+                    *("process", TrainState(spikes={"losses": [1.0]}), [3], "checkpointer", "log"),  # type: ignore[arg-type]
+                )
+            ),
+            answers={"run__spikes__SpikeGuard": lambda keys, *given: print(keys.action, *given[:4])},
+        ),
+        [({"train.max_skipped": 7, "optim.warmup_steps": 5},)],
+    ),
+    "a config to resume": (
+        lambda run, resume, url: told(
+            lambda _: str(find.config_to_resume(Path(run), resume, url)),
+            answers={
+                "checkpointing__find__candidates": lambda path: (
+                    refuse(path) if "new" in str(path) else [path / f"step-{n:08}" for n in (99999999, 100000000, 7)]
+                ),
+                "checkpointing__find__expand": Path,
+                "checkpointing__find__storage__read_state": lambda folder: TrainState(
+                    config={
+                        "of": str(folder),
+                        "optim.lr": 1.0,
+                        "train.phases": [{"from_step": 4, "optim": {"lr": 0.5}}],
+                    },
+                    phases=[4],
+                ),
+            },
+        ),
+        [("run", "other", ""), ("new", "other", ""), ("new", "other", "bucket"), ("new", "", "new")],
+    ),
+    "runs that are there": (
+        lambda n, file: told(
+            lambda _: attempts.of_run(Path("runs")) if "json" in file else find.candidates(Path("runs/x")),
+            answers={"run__attempts__Path__glob": lambda where, _: [where / f"r{i:02}" / file for i in range(n)]},
+        ),
+        [(n, file) for file, some in (("run.json", (0, 1, 10, 11)), ("checkpoints", (0, 4, 5))) for n in some],
+    ),
     "an end on a full disk": (
         lambda name: told(
             lambda _: run_folder.record_end(Path("x"), Process(0, 2, CPU, 1), 3, "failed", 5, "why", repeats=True),
@@ -1132,26 +1312,33 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         [(n,) for n in ("4", "6")],
     ),
     "a save": (
-        lambda ends, background, error: told(
+        lambda ends, background, error, remote=False, agreed=False: told(
             lambda stand_in: saving.save(
                 Stub(
                     state=TrainState(step=6),
                     config=Stub(train=Stub(steps=6 + (not ends)), checkpoint=Stub(async_save=background)),
-                    preemption=Stub(agreed=False, agree=stand_in("agree")),
-                    process="p",
+                    preemption=Stub(agreed=agreed, agree=stand_in("agree")),
+                    process=Stub(untimed=None),
                     model="m",
                     optimizer="o",
                     guards=[Stub(state=lambda: {"skipped": [3]}), Stub(state=lambda: {"spikes": {"norms": [1.0]}})],
                     scaler=Stub(state_dict=lambda: {"scale": 2.0}),
                     log="log",
                     meter=Stub(loss_since=torch.ones(2)),
-                    checkpointer=Stub(save=stand_in("save"), remote=None),
+                    checkpointer=Stub(
+                        save=stand_in("save"),
+                        remote=Stub(report=stand_in("uploaded"), require_newest=stand_in("newest")) if remote else None,
+                    ),
                 ),
             ),
             *(f"run__saving__{name}" for name in ("require_finite", "require_equal_replicas", "report_save")),
-            answers={"run__saving__report_save": lambda *_, **__: error},
+            answers={
+                "run__saving__report_save": lambda *_, **__: error,
+                "run__saving__on_rank0": lambda action, _: action(),
+            },
         ),
         [
+            *((False, False, "", True, agreed) for agreed in (False, True)),
             (True, False, ""),
             (True, True, "no space"),
             (False, True, ""),
@@ -1192,6 +1379,36 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
                 for wait in (False, True)
             ),
             *((True, {"upload_s": 1.25, "upload_bytes": 3 << 19}, 0.0, {"step-7": ""}, s) for s in (0.09, 0.11)),
+        ],
+    ),
+    "an upload of a step": (
+        lambda rank, kind, error: told(
+            lambda stand_in: Remote._upload_and_commit(
+                s := Stub(
+                    **{"claim": "00000007-a", "_process": Stub(rank=rank), "_leaders": [0, 2], "_n_bytes": 9},
+                    **{"_steps": {}, "require_newest": stand_in("newest"), "_delete_old": stand_in("delete")},
+                    _store=Stub(
+                        set=lambda key, text: stand_in("said")(key, text, s._putting),  # type: ignore[has-type]
+                        get=lambda key: stand_in("asked", (error * key.endswith("2")).encode())(key),
+                    ),
+                    _retried=lambda action, *given: stand_in("tried")(action, *given[1:], s._putting) or not error,  # type: ignore[has-type]
+                    _commit="commit",
+                    upload_small_files=stand_in("small files"),
+                    bucket=Stub(url="s3://x", fs=Stub(put_file="put")),
+                ),
+                Path("/proc/self"),
+                "keep",  # type: ignore[arg-type]
+            ),
+            answers={
+                "checkpointing__remote__time": Stub(perf_counter=iter([5.0, 7.0, 9.0]).__next__),
+                "checkpointing__remote__storage__read_manifest": lambda _: Stub(
+                    files=["status", "of another machine"], claim="00000006-b", state_dict=kind
+                ),
+            },
+        ),
+        [
+            *((0, kind, "") for kind in ("full", "sharded")),
+            *((rank, "sharded", "no route") for rank in (0, 2)),
         ],
     ),
     "small files": (
@@ -1823,14 +2040,17 @@ def together(rank: int) -> dict[str, Any]:
         ),
         **{
             f"another {key}": (
-                lambda seed=seed, text=text: start_and_end.require_agreement(
-                    config_of({"run.seed": seed}, 4), text, one
-                ),
+                lambda values=values, text=text: start_and_end.require_agreement(config_of(values, 4), text, one),
                 {"run__start_and_end__socket__gethostname": lambda: host},
             )
-            for key, seed, text in (
-                ("seed", 0 if rank != 3 else 1, data),
-                ("text", 0, Stub(**vars(data) | {"hashes": lambda: {"data": "b" if rank else "a"}})),
+            for key, values, text in (
+                ("seed", {"run.seed": int(rank == 3)}, data),
+                ("folder", {"run.out_dir": f"runs{rank // 2}"}, data),
+                ("text", {}, Stub(**vars(data) | {"hashes": lambda: {"data": "b" if rank else "a"}})),
+                *(
+                    ("later text", {}, Stub(**vars(data) | {"later": [Stub(name="y", meta=Stub(tokens_sha256=text))]}))
+                    for text in "ab"[rank // 3]
+                ),
             )
         },
         "asked to stop": (

@@ -131,6 +131,8 @@ def test_only_folders_with_a_name_and_a_manifest_are_checkpoints(finished: Path,
     shutil.copytree(finished / "checkpoints", tmp_path / "c")
     for name in ("step-7", "step-00000009.bak", ".tmp-step-00000011", "step-100000000", "step-99999999"):
         shutil.copytree(checkpoint(finished, 4), tmp_path / "c" / name)
+    with pytest.raises(FileNotFoundError):
+        storage.new_folder(tmp_path / "unmounted/c", 6)
     new = storage.new_folder(tmp_path / "c", 6)
     with pytest.raises(CheckpointError, match=r"is the folder on a file system that all ranks share\?"):
         storage.commit(new, TrainState(step=6), "sharded", 2, {"of rank 1": FileRecord(1, "")})

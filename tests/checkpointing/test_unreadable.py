@@ -40,9 +40,8 @@ def test_a_committed_save_is_reported_as_saved_though_retention_fails(text: Path
     output = succeeded(ranks(2, *command, fault="error:0:2:after rename:2"))
     assert "NOT SAVED" not in output
     assert "step-00000004  (" in output
-    said = [line for line in output.splitlines() if line.startswith("note    older")]
-    assert len(said) == 2
-    assert all("No space left on device" in line for line in said)
+    notes = (line for line in output.splitlines() if line.startswith("note    older"))
+    assert ["No space left on device" in line for line in notes] == [True, True]
     assert [r["step"] for r in records(tmp_path / "run") if "save_s" in r] == [2, 4]
     assert storage.find_steps(tmp_path / "run/checkpoints") == [2, 4]
 

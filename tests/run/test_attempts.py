@@ -149,8 +149,11 @@ def test_after_a_kill_the_records_of_the_last_attempt_count(text: Path, tmp_path
     history = (run / "attempts.jsonl").read_bytes() + b'{"attempt": 1, "en'
     (run / "attempts.jsonl").write_bytes(history)
     assert "resumed after step 6" in succeeded(ranks(1, *command))
-    assert (run / "metrics.jsonl").read_bytes().startswith(left + b"\n")
-    assert (run / "attempts.jsonl").read_bytes().startswith(history + b"\n")
+    assert [
+        (run / "metrics.jsonl").read_bytes().startswith(left + b"\n"),
+        (run / "attempts.jsonl").read_bytes().startswith(history + b"\n"),
+        (run / "stacks/rank-0.txt").read_text().count("--- attempt of ") == 2,
+    ] == [True, True, True]
     assert begun(run) == [(0, ""), (6, "complete")]
     assert attempts.read(run)[1].samples == 6 * attempts.read(run)[0].config["train.global_batch_size"]
     by_step = [(record["step"], record["attempt"]) for record in attempts.records(run) if "loss" in record]

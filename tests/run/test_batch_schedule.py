@@ -24,8 +24,7 @@ def test_samples_stay_in_order_and_a_resume_is_bitwise(text: Path, tmp_path: Pat
     command = [*tiny(text, tmp_path, run__name="run", **PLAIN), "--train.batch_schedule=[[3, 4], [5, 9]]"]
     succeeded(ranks(1, *command))
     assert losses(run) == by_hand
-    tokens = [record["tokens"] for record in records(run) if "loss" in record]
-    assert [b - a for a, b in zip([0, *tokens], tokens, strict=False)] == [32 * n for n in (6, 6, 6, 4, 4, 9, 9, 9)]
+    assert [r["tokens"] for r in records(run) if "loss" in r] == [32 * n for n in (6, 12, 18, 22, 26, 35, 44, 53)]
     shutil.copytree(run, tmp_path / "straight")
     forget_after(run, 4)
     assert "resumed after step 4" in succeeded(ranks(1, *command))

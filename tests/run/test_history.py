@@ -92,12 +92,11 @@ def test_a_machine_of_the_same_job_is_asked_to_make_room(
             waiting.result()
         assert capsys.readouterr().out == f"note    {used}, which is asked to save and start again with this one\n"
         assert not (tmp_path / run_folder.JOINING).exists()
-        me = f"process {os.getpid()} on {socket.gethostname()}, job mine"
-        assert (tmp_path / ".lock-holder").read_text() == me
+        assert (tmp_path / ".lock-holder").read_text() == (f"process {os.getpid()} on {socket.gethostname()}, job mine")
 
 
 def test_the_state_of_the_code_is_its_commit_and_whether_it_differs(tmp_path: Path) -> None:
-    assert run_folder.git_state(tmp_path) == {}
+    assert [run_folder.git_state(folder) for folder in (tmp_path, Path(__file__).parent)] == [{}, {}]
     (tmp_path / "file").write_text("first")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):

@@ -121,7 +121,7 @@ def test_sources_continue_where_they_were(seed: int, folders: dict[str, str], mo
 RUN: dict[str, Any] = {
     **{"model__family": "llama", "model__max_seq_len": 32, "model__window": 12, "train__seq_len": 16},
     **{"train__steps": 12, "checkpoint__every": 2, "eval__every": 6, "optim__schedule": "wsd", "spike__action": "log"},
-    "train__micro_batch_size": 3,
+    **{"train__micro_batch_size": 3, "run__peak_tflops": 1.0},
 }
 
 
@@ -131,7 +131,8 @@ def given(folders: dict[str, str], *, long: str = "train.seq_len = 32") -> tuple
     texts = [f'{{ "{folders[a]}" = {w}, "{folders[b]}" = {round(1 - w, 1)} }}' for a, b, w in mixed]
     phases = f"from_step = 4, data.sources = {texts[1]}, optim.lr = 0.002, model.window = 7"
     more = (
-        f"from_fraction = 0.75, data.sources = {texts[2]}, {long}, train.global_batch_size = 4, model.rope_theta = 5e4"
+        f"from_fraction = 0.75, data.sources = {texts[2]}, {long}, train.global_batch_size = 4, "
+        "train.micro_batch_size = 2, model.window = 20, model.rope_theta = 5e4"
     )
     return f"--data.sources={texts[0]}", f"--train.phases=[{{ {phases} }}, {{ {more} }}]", phases
 
@@ -167,6 +168,11 @@ def test_a_run_with_phases_is_its_forks_and_a_resume_in_any_phase_is_bitwise(
         forget_after(run, step)
         assert f"resumed after step {step}" in succeeded(ranks(1, *command))
         assert_same_end(run, straight, 12)
+        peaks = [
+            {r["step"]: round(r["tokens_per_second"] / r["mfu"]) for r in records(one) if "mfu" in r}
+            for one in (run, straight)
+        ]
+        assert (peaks[0], len({*peaks[1].values()})) == (peaks[1], 3), "MFU compares with the peak of its phase"
     forget_after(run, 6)
     succeeded(ranks(2, *command))
     for step, (loss, _) in losses(run).items():
@@ -195,7 +201,6 @@ def test_a_run_with_phases_is_its_forks_and_a_resume_in_any_phase_is_bitwise(
     # a phase that has not begun may change, and one that has may not; a boundary that was passed stays
     forget_after(straight, 8)
     at = [*words, "--run.name=straight", first]
-    edited = phases.replace("optim.lr = 0.002", "optim.lr = 0.003")
-    refused(ranks(1, *at, edited), "train.phases is", "fork it")
+    refused(ranks(1, *at, phases.replace("optim.lr = 0.002", "optim.lr = 0.003")), "train.phases is", "fork it")
     later = phases.replace("from_fraction = 0.75", "from_fraction = 0.9")
     assert "phase   3, steps 19 to 20" in succeeded(ranks(1, *at, later, "--train.steps=20"))

@@ -27,8 +27,7 @@ def test_a_terminal_that_is_not_utf8_gets_escapes(text: Path, tmp_path: Path) ->
     command = ["torchtitan_lite.generate", str(tmp_path / "run"), "--prompt=caf\u00e9 \u2603", "--max-tokens=2"]
     succeeded(ranks(1, str(out), "ascii", *command, entry=STREAMS))
     assert out.read_text("ascii").startswith("caf\\xe9 \\u2603")
-    full = ranks(1, "/dev/full", "utf-8", *command, entry=STREAMS)
-    refused(full, "generate: No space left on device", code=1)
+    refused(ranks(1, "/dev/full", "utf-8", *command, entry=STREAMS), "generate: No space left on device", code=1)
 
 
 def test_a_terminal_gets_a_bar_and_lines_that_fit_and_the_log_whole_ones(text: Path, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from torchtitan_lite.run import (
     epochs,
     mfu,
     out_of_memory,
+    phases,
     preemption,
     resumed,
     saving,
@@ -137,6 +138,25 @@ CHANGED = TrainState(
     validation={"samples": 7, "of": 9, "seed": 0},
     tasks={"quiz": "c", "third": "b"},
 )
+# a is cut anew, b continues, and another text has its name; c is not read anymore
+READ = TrainState(
+    segments=[
+        {
+            "sample": n,
+            "sources": {
+                key: {"name": name, "tokens": size, "cut": cut, "weight": int(not n or name != "c")}
+                for key, (name, size, cut) in places.items()
+            },
+        }
+        for n, places in enumerate(
+            (
+                {"1": ("a", 100, 8), "2": ("b", 200, 8), "3": ("c", 300, 8)},
+                {"1": ("a", 110, 16), "2": ("b", 200, 8), "3": ("c", 300, 8), "4": ("b", 400, 16), "5": ("d", 500, 16)},
+            )
+        )
+    ],
+    source_tokens={"1": 1550, "2": 70, "3": 30, "4": 20},
+)
 LAST = [SimpleNamespace(attempt=n, hosts=hosts) for n, hosts in ((1, ["x"]), (2, ["a", "b"]))]
 HOSTS = ["a", "a", "b"] * 9
 SAVING = RankState(Place(7, 1, 2), [("saving step 7: writing x", True), ("loading", False)])
@@ -203,7 +223,11 @@ def origin(saved: TrainState | None, fork: str, damaged: list[int]) -> str:
 def outcome(background: bool, done: bool, wait: bool, ends: bool, **saved: Any) -> list[Any]:
     """The error of a save of which this is known, what is recorded, and what is logged."""
     log: Any = Mock()
-    saver: Any = Mock(config=Mock(async_save=background), remote=None, finished=lambda: done)
+    saver: Any = Mock(
+        config=Mock(async_save=background),
+        remote=saved.pop("remote", None) and Mock(report=lambda _, wait: f"not in the bucket, waited: {wait}"),
+        finished=lambda: done,
+    )
     saver.wait.return_value = Saved(5, Path("c/step-5"), 3 << 19, 2.25, 0.5, **saved)
     error = saving.report_save(saver, log, wait=wait, ends=ends)
     return [error, *(call.args[0] for call in log.record.mock_calls + log.info.mock_calls)]
@@ -430,7 +454,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         start_on,
         [
             ("cpu", None, {"model.init_from": "w"}),
-            ("cpu", None, {"run.threads": 1}),
+            ("cpu", None, {"run.threads": 1, "run.remote": "s3://x/"}),
             ("cuda", TrainState(step=7), {"model.init_from": "w"}),
             ("cuda", None, {"data.path": "x", "data.objective": "pairs", "data.target_len": 7}),
         ],
@@ -451,6 +475,8 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [(1, 9, {"optim.warmup_steps": 20}), (1000, 1001, {"train.batch_schedule": [[0, 8], [1000, 16]]})],
     ),
+    "place_lines": (phases.place_lines, [(replace(READ, segments=READ.segments[n:]),) for n in (0, 1)]),
+    "seen_of_sources": (console.seen_of_sources, [(READ,)]),
     "step_line": (
         console.step_line,
         [
@@ -598,6 +624,8 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         [
             *(({}, *how, False) for how in itertools.product((False, True), repeat=3)),
             ({"note": "disk"}, True, True, False, False),
+            *(({"remote": True}, False, True, True, ends) for ends in (False, True)),
+            ({"remote": True, "error": "disk"}, False, True, True, True),
             *(({"error": "disk"}, background, True, True, background) for background in (False, True)),
         ],
     ),

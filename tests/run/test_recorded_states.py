@@ -106,7 +106,11 @@ OTHER = "FOLDER/pairs.jsonl --text-key q --tokenizer bytes --out FOLDER/data"
 STATES: dict[str, tuple[str, Change, str]] = {
     "whole": ("run", several(), ALL + FORKS.replace("fork ", "averaged --optim.ema_decay=0.6 ")),
     "the newest has another byte": ("run", flip(file(6)), ALL),
-    "the newest lacks its optimizer": ("run", gone(f"{STEP}6/optimizer.safetensors"), SHORT),
+    "the newest lacks its optimizer": (
+        "run",
+        gone(f"{STEP}6/optimizer.safetensors"),
+        SHORT + AGAIN + " --optim.lr=0.1",
+    ),
     "the newest has a file of a wrong size": ("run", lambda run: os.truncate(file(6)(run), 99), SHORT),
     "the newest has another state": ("run", flip(file(6, "state.json")), UNCHECKED),
     "the newest has half a manifest": ("run", lambda run: os.truncate(file(6, "manifest.json")(run), 200), SHORT),

@@ -20,9 +20,6 @@ def again(text: Path, run: Path, *flags: str, n: int = 1, code: int = 0, **more:
     return output
 
 
-RECORD = ("run.json", ".lock-holder", ".lock")  # of the attempt
-
-
 # --- the rule -----------------------------------------------------------------------------------------------------
 
 
@@ -35,7 +32,11 @@ def test_another_rate_is_refused_with_one_message_before_anything_else_is_done(
 ) -> None:
     """Also if the run is finished: a sweep's second rate must not pass as done."""
     run = shutil.copytree(finished, tmp_path / "run")
-    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file() and file.name not in RECORD}
+    before = {
+        file: file.read_bytes()
+        for file in run.rglob("*")
+        if file.is_file() and file.name not in ("run.json", ".lock-holder", ".lock")  # of the attempt
+    }
     output = again(text, run, n=n, code=3 - n, train__steps=steps, optim__lr=1e-3)
     assert output.count(f"{run} has made 4 steps, and its values differ from this command's:") == 1
     assert "optim.lr is 0.004 in the checkpoint and 0.001 here" in output

@@ -29,20 +29,20 @@ def scalars_of(folder: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def test_tensorboard_has_each_step_once_also_after_a_resume(text: Path, tmp_path: Path) -> None:
-    """With a profile of one rank in the second attempt, which changes no loss."""
+    """With a profile of both ranks in the second attempt, which changes no loss."""
     run, command = tmp_path / "run", tiny(text, tmp_path, run__name="run", train__steps=8, checkpoint__every=4)
     command += ["--eval.every=4", '--log.trackers=["tensorboard"]']
     result = ranks(2, *command, fault="kill:0:8")  # 5, 6 and 7 are in the files, and come again
     assert result.returncode != 0
     before = losses(run)
-    said = succeeded(ranks(2, *command, "--profile.steps=[6, 7]", "--profile.ranks=[1]", "--spike.window=9"))
+    said = succeeded(ranks(2, *command, "--profile.steps=[6, 7]", "--profile.ranks=[0, 1]", "--spike.window=9"))
     assert said.count("spike.window = 9 needs") == 1, "a note is said by one rank"
     assert "resumed after step 4" in said
     assert {step: losses(run)[step] for step in before} == before
     assert before.keys() == {*range(1, 8)}
-    files = "rank-N.json.gz for ui.perfetto.dev, operators-rank-N.txt (N = 1)"
+    files = "rank-N.json.gz for ui.perfetto.dev, operators-rank-N.txt (N = 0, 1)"
     assert f"\nprofile steps 6 to 7 are in {run / 'profile'}: {files}\n" in said
-    table, trace = sorted((run / "profile").iterdir())
+    _, table, _, trace = sorted((run / "profile").iterdir())
     assert (table.name, trace.name) == ("operators-rank-1.txt", "rank-1.json.gz")
     names = [str(event.get("name")) for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
     assert names.count("Optimizer.step#AdamW.step") == 2
@@ -83,17 +83,17 @@ def test_a_tracker_that_fails_is_reported_once(
     fails = Mock(side_effect=SystemExit("no licence"))
     made = trackers.Tracker(fails if when == "writes" else Mock(), fails)
     monkeypatch.setattr(trackers, "tensorboard", fails if when == "opens" else Mock(return_value=made))
-    other = Mock()
+    other = Mock(write=Mock(side_effect=dict.clear))
     monkeypatch.setattr(trackers, "weights_and_biases", Mock(return_value=other))
     opened = Log(tmp_path, enabled=True)
     opened.track(LogConfig(trackers=["wandb", "tensorboard"]), TrainState())
-    for _ in range(2):
-        opened.record({"step": 1, "loss": 10**400})
+    for file in ("samples.jsonl", "metrics.jsonl", "metrics.jsonl"):
+        opened.record(values := {"step": 1, "loss": 10**400}, file)
     opened.close()
     opened.close()
     complaint = "log.trackers: tensorboard failed: no licence; training continues without it\n"
     assert capfd.readouterr().err == complaint
-    assert (other.write.call_count, other.close.call_count) == (2, 2), "the other one goes on"
+    assert (other.write.call_count, other.close.call_count, len(values)) == (2, 2, 2), "the other one goes on"
 
 
 def test_a_profile_that_can_not_be_written_is_reported(tmp_path: Path) -> None:
