@@ -38,7 +38,7 @@ from torchtitan_lite.config.schema import (
     SpikeConfig,
 )
 from torchtitan_lite.cpu import attention as by_blocks
-from torchtitan_lite.cpu import barrier, fused
+from torchtitan_lite.cpu import barrier, fused, shared_memory
 from torchtitan_lite.cpu import loss as in_chunks
 from torchtitan_lite.data import loader, mixture, packing, pairs, token_files
 from torchtitan_lite.data.prepare import documents, folder, texts, tokenizer
@@ -516,7 +516,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "updates": (
         lambda name, *withheld: [
             model := torch.nn.Linear(2, 1, bias=False),
-            optimizer := build_optimizer(model, OptimConfig(name=name, weight_decay=0)),
+            optimizer := build_optimizer(model, OptimConfig(name=name, weight_decay=0, eps=2.0)),
             [*optimizer.state[model.weight]],
             *(
                 [
@@ -529,7 +529,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
                 for held in withheld
             ),
         ][2:],
-        [(name, False, True, False) for name in ("adamw", "sgd")],
+        [(name, False, True, False) for name in ("adamw", "muon", "sgd")],
     ),
     "spike limit": (
         lambda *given: min(spike_guard.limit(*given), 1e9),
@@ -740,6 +740,13 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             ),
         ],
         [()],
+    ),
+    "ranks of a group": (
+        lambda *ranks: patched(
+            lambda: shared_memory.SharedMemory._global(Stub(group="2, "), [*ranks]),
+            cpu__shared_memory__dist__get_global_rank=lambda group, rank: f"global {group}{rank}",
+        ),
+        [(0,), (1, 2)],
     ),
     "a full socket": (
         lambda error: barrier.Barrier._sent(
