@@ -38,7 +38,7 @@ from torchtitan_lite.config.schema import (
     SpikeConfig,
 )
 from torchtitan_lite.cpu import attention as by_blocks
-from torchtitan_lite.cpu import barrier, fused
+from torchtitan_lite.cpu import barrier, fused, shared_memory
 from torchtitan_lite.cpu import loss as in_chunks
 from torchtitan_lite.data import loader, mixture, packing, pairs, token_files
 from torchtitan_lite.data.prepare import documents, folder, texts, tokenizer
@@ -56,7 +56,7 @@ from torchtitan_lite.models import (
     t5,
 )
 from torchtitan_lite.models.experts import Experts
-from torchtitan_lite.optim import finite_guard, grad_scaler, muon, spike_guard
+from torchtitan_lite.optim import finite_guard, grad_scaler, groups, muon, spike_guard
 from torchtitan_lite.optim.optimizer import build_optimizer
 from torchtitan_lite.optim.step_record import Numbers, StepRecord
 from torchtitan_lite.run import attempts, between_steps, metrics, mfu, session
@@ -512,15 +512,24 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ][-1],
         [("adamw", withheld) for withheld in (True, False)],
     ),
-    "update of SGD": (
-        lambda lr: [
+    # what it keeps before the first step, and the norm of each update; that of one that is withheld is 0
+    "updates": (
+        lambda name, *withheld: [
             model := torch.nn.Linear(2, 1, bias=False),
-            optimizer := build_optimizer(model, OptimConfig(name="sgd", weight_decay=0)),
-            patched(lambda: setattr(model.weight, "grad", torch.tensor([[3.0, 4.0]]))),
-            patched(lambda: optimizer.update(1, lr, torch.ones(()), torch.tensor(False), measure=True)),
-            vars(optimizer)["update_norms"][model.weight].item(),
-        ][-1],
-        [(0.5,)],
+            optimizer := build_optimizer(model, OptimConfig(name=name, weight_decay=0, eps=2.0)),
+            [*optimizer.state[model.weight]],
+            *(
+                [
+                    patched(lambda: setattr(model.weight, "grad", torch.tensor([[3.0, 4.0]]))),
+                    patched(
+                        functools.partial(optimizer.update, 1, 0.5, torch.ones(()), torch.tensor(held), measure=True)
+                    ),
+                    groups.Blocks(model, 1).of_update(optimizer)["update_norm"].tolist(),
+                ][-1]
+                for held in withheld
+            ),
+        ][2:],
+        [(name, False, True, False) for name in ("adamw", "muon", "sgd")],
     ),
     "spike limit": (
         lambda *given: min(spike_guard.limit(*given), 1e9),
@@ -741,6 +750,13 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             ),
         ],
         [()],
+    ),
+    "ranks of a group": (
+        lambda *ranks: patched(
+            lambda: shared_memory.SharedMemory._global(Stub(group="2, "), [*ranks]),
+            cpu__shared_memory__dist__get_global_rank=lambda group, rank: f"global {group}{rank}",
+        ),
+        [(0,), (1, 2)],
     ),
     "a full socket": (
         lambda error: barrier.Barrier._sent(

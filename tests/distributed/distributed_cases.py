@@ -120,7 +120,7 @@ def sharded(
     model = meta_model(family, 517)
     freeze(model, frozen)
     apply_fsdp(model, mesh, config or FsdpConfig())
-    materialize(model, CPU, seed)
+    patched(lambda: materialize(model, CPU, seed), distributed__normal_values___CHUNK=1000)
     return model
 
 

@@ -129,7 +129,7 @@ def given(folders: dict[str, str], *, long: str = "train.seq_len = 32") -> tuple
     """The sources of three phases, and [[phases]] with them; the last one is longer."""
     mixed = (("web", "code", 0.7), ("code", "long", 0.2), ("long", "web", 0.5))
     texts = [f'{{ "{folders[a]}" = {w}, "{folders[b]}" = {round(1 - w, 1)} }}' for a, b, w in mixed]
-    phases = f"from_step = 4, data.sources = {texts[1]}, optim.lr = 0.002, model.window = 7"
+    phases = f"from_step = 4, data.sources = {texts[1]}, optim.lr = 0.002, model.window = 7, model.rope_theta = 2e4"
     more = (
         f"from_fraction = 0.75, data.sources = {texts[2]}, {long}, train.global_batch_size = 4, "
         "train.micro_batch_size = 2, model.window = 20, model.rope_theta = 5e4"
