@@ -411,7 +411,7 @@ def test_the_message_of_each_mistake(
         "sysconfig.get_paths": ({"include": "nowhere"}, ["--compile.enabled"]),
         "torchtitan_lite.config.rules.local.importlib.util.find_spec": (
             None,
-            ["--compile.enabled", "--speed.float8", "--log.trackers=wandb,tensorboard"],
+            ["--compile.enabled", "--speed.float8", "--log.trackers=examples.own_tracker:TABLE,wandb,tensorboard"],
         ),
     }
     for name, (value, argv) in lacking.items():
