@@ -212,7 +212,7 @@ COMMANDS = """
 @/a/one.jsonl --out @/out1 --tokenizer bytes
 @/a/one.jsonl --out @/out1 --tokenizer bytes --text-key body
 @/a/one.jsonl --out @/a --tokenizer bytes
-@/a --out @/new/out2 --train-tokenizer 310 --val-fraction 0.3
+@/a --out @/new/er/out2 --train-tokenizer 310 --val-fraction 0.3
 @/a --text-suffixes .md .PY --text-suffixes .rst --out @/out3 --tokenizer @/letters.json
 @/a/*.[jt]* @/a/one.jsonl --out @/out4 --train-tokenizer 420 --sentinels --val-fraction 0.4
 @/a/one.jsonl --text-key body --held-out @/held.jsonl --out @/out5 --tokenizer bytes --sentinels
@@ -428,6 +428,8 @@ WRONG: dict[str, dict[str, Any]] = {
     "end token, prepared": {"data.sources": {"@/prepared": 1}, "tokenizer.end_token": "<eos>"},
     "tokenizers of sources": {"data.sources": {"@/prepared": 1, "@/pairs": 2}},
     "end tokens of sources": {"data.sources": {"@/prepared": 1, "@/usual": 2}},
+    "begin tokens of sources": {"data.sources": {"@/prepared": 1, "@/begun": 2}},
+    "the third of sources": {"data.sources": {"@/prepared": 1, "@/./prepared": 1, "@/usual": 2}},
     "pairs as texts": {"data.path": "@/pairs"},
     "pairs as spans": {"data.path": "@/pairs", **T5},
     "texts as pairs": {"data.path": "@/prepared", "data.objective": "pairs", "data.target_len": 5},
@@ -488,7 +490,11 @@ def test_finding_and_damage(
 
     monkeypatch.setattr("torchtitan_lite.data.token_files._SPOT_BYTES", 2)  # so that they don't cover a small file
     prepared_texts(tmp_path)
-    made = ["--tokenizer @/ends.json --end-token </s> --out @/prepared", "--tokenizer @/ends.json --out @/usual"]
+    made = [
+        "--tokenizer @/ends.json --end-token </s> --out @/prepared",
+        "--tokenizer @/ends.json --out @/usual",
+        "--tokenizer @/ends.json --end-token </s> --begin-token <eos> --out @/begun",
+    ]
     for command in (
         *(f"@/a/one.jsonl {options}" for options in made),
         "@/pairs.csv --source-key text --target-key id --tokenizer bytes --out @/pairs",
