@@ -54,8 +54,7 @@ def test_help_lists_the_usual_keys_or_every_key_with_meaning_and_default() -> No
 
 def test_the_reference_is_made_from_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
     only_built_in(monkeypatch)
-    page = (ROOT / "docs/config.md").read_text()
-    assert page == "\n".join(config_reference.lines()) + "\n", (
+    assert (ROOT / "docs/config.md").read_text() == "\n".join(config_reference.lines()) + "\n", (
         "python -m torchtitan_lite.tools.config_reference > docs/config.md"
     )
 

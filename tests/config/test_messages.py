@@ -284,7 +284,7 @@ ALLOWED: dict[str, tuple[int, ...]] = {  # next to a mistake; machines as below,
     "--fsdp.param_dtype=fp16 --fsdp.reduce_dtype=FLOAT16 --grad_scaler.init_scale=1": (),
     "--fsdp.output_dtype=float16 --grad_scaler.init_scale=1267650600228229401496703205376": (),
     "--run.out_dir=. --run.name=saved --model.init_from=gone --optim.lr=1e-4 --checkpoint.resume=lost": (),
-    "--run.out_dir=. --run.name=saved --model.init_from=gone": (),
+    "--run.out_dir=~ --run.name=saved --model.init_from=gone": (),
     "--run.out_dir=. --run.name=saved --model.init_from=notes.md": (),
     # [tokenizer] and [data]
     "--model.vocab_size=4096": (),
@@ -399,6 +399,7 @@ def message(argv: Sequence[str], *machine: int) -> str:
 @pytest.fixture
 def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     for name, text in FOLDERS.items():
         write(Path(name), text)
 

@@ -67,7 +67,7 @@ READ: list[tuple[str, Any, tuple[str | list[str], ...]]] = [
     ("a.txt", b"good\n" * 3 + b"gr\xfc\nmore\n", ("text",)),
     ("a.txt", b"\n" * 1030 + b"\x80", ("text",)),
     ("a.txt", b"text", TWO),
-    ("a.txt.gz", gzip.compress(b"one\ntwo\n"), ("text",)),
+    ("a.txt.GZ", gzip.compress(b"one\ntwo\n"), ("text",)),
     ("a.JSONL", BOM + GOOD + b"\r\n  \n" + b'{"text": "b", "id": 3}', ("text",)),
     ("a.jsonl", GOOD + b'{"text": "cut\n' + GOOD, ("text",)),
     ("a.jsonl", GOOD + b'{"text": "\xff"}\n', ("text",)),
@@ -81,7 +81,7 @@ READ: list[tuple[str, Any, tuple[str | list[str], ...]]] = [
     ("a.jsonl", jsonl({"text": "", "headline": "b"}, {"text": "a", "headline": " \n "}), TWO),
     ("a.jsonl", jsonl({"text": " c ", "headline": 3}, {"text": " c ", "headline": " d"}), TWO),
     ("a.jsonl.gz", gzip.compress(GOOD * 2), ("text",)),
-    ("a.jsonl.zst", ZSTD + ZSTD, ("text",)),
+    ("a.jsonl.ZST", ZSTD + ZSTD, ("text",)),
     ("a.jsonl.zst", b"plain text", ("text",)),
     ("a.jsonl.zst", pyarrow.compress(GOOD * 500, "zstd", asbytes=True)[:-6], ("text",)),
     ("a.jsonl.gz", gzip.compress(GOOD * 500)[:-12], ("text",)),
@@ -91,7 +91,7 @@ READ: list[tuple[str, Any, tuple[str | list[str], ...]]] = [
     ("a.parquet", pyarrow.table([["a"], ["b"]], names=["text", "text"]), ("text",)),
     ("a.csv", b"\n\nid,text\n1,a\n\n2,\"b \"\"c\"\"\n, d\"\n3,e", ("text",)),
     ("a.csv", BOM + b"id;text;x\r\n1;a, b;\r\n2;c;d\r\n", ("text",)),
-    ("a.csv", b"id|text\n1|a,b;c\n2|d|e\n3\n", ("text",)),
+    ("a.csv", b"\nid|text\n1|a,b;c\n2|d|e\n3\n", ("text",)),
     ("a.csv", b"id\ttext\n1\ta,b\n", ("text", "id")),
     ("a.csv", b"text,text\na,b\n", ("text",)),
     ("a.csv", BOM + b"\r\nid,text,more\r\n\r\n1,\"a\r\n\r\nb\"\r\n\r\n2,c\r\n\r\n\r\n", ("text",)),
@@ -188,6 +188,7 @@ TEXTS: dict[str, bytes | Mapping[str, list[Any]]] = {
     "one.jsonl": GOOD,
     "held/a.jsonl": jsonl(text=["held out", "as well"]),
     "held/b.bin": b"",
+    "more/c.md": b"# held out\n",
     "copies.jsonl": GOOD * 3,
     "few.txt": b"too little to learn from\n" * 200,
     "same.jsonl": jsonl(text=[SHORT[3], "held out"], body=["1", "2"]),
@@ -219,6 +220,7 @@ COMMANDS = """
 @/a/one.jsonl --held-out @/held.jsonl --out @/out6 --tokenizer bytes
 @/a/one.jsonl --held-out @/held.jsonl --out @/out6 --tokenizer bytes --on-error skip
 @/a --held-out @/held --out @/out37 --tokenizer bytes
+@/a/one.jsonl --text-suffixes .md --held-out @/more --out @/out51 --tokenizer bytes
 @/same.jsonl --held-out @/held.jsonl --out @/out7 --tokenizer bytes --on-error skip
 @/bad --out @/out8 --tokenizer bytes
 @/bad --out @/out8 --tokenizer bytes --on-error skip
@@ -421,6 +423,7 @@ DAMAGE: list[tuple[str, Any]] = [
     *(("train.bin", change) for change in (b"cut", lambda b: b[::-1], lambda b: b[:-1] + b"\2", lambda b: b + b"\0")),
     *((name, None) for name in ("meta.json", "val.bin", "train.idx", "tokenizer.json")),
     ("train.idx", lambda b: b[8:] + b[:8]),
+    *((name, None) for name in ("origins.json", "val.origins")),
 ]  # fmt: skip
 IDX = {"an end before": [3, 3, 9], "the first": [1, 9], "not the last": [3, 8], "right": [3, 9]}
 WRONG: dict[str, dict[str, Any]] = {
@@ -474,8 +477,8 @@ def test_finding_and_damage(
     tree = tmp_path / "tree"
     for name in (*TREE, "[x]/h.txt"):
         write(tree / name, f"the text of {name}".encode())
-    (tree / "link").symlink_to(tree)
-    (tree / "link.txt").symlink_to(tree / "a.txt")
+    for name, target in (("link", "."), ("link.txt", "a.txt"), ("sub/lost.csv", "none")):
+        (tree / name).symlink_to(tree / target)
     found: dict[str, Any] = {"finding": {}, "damage": {}, "wrong": {}}
 
     def listed(entry: Any, suffixes: tuple[str, ...]) -> str:
