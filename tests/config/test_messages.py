@@ -200,7 +200,7 @@ FOLDERS = {  # of the files below
     "saved/config.toml": '[model]\ninit_from = "gone"\n',  # a run that has a checkpoint
     "saved/checkpoints/step-5": "",
     "text[1].md": "",
-    "good.toml": '\ufeffbase = "below.toml"\n[train]\nsteps = 5\n[[phases]]\nfrom_step = 2\noptim.lr = 1e-3\n',
+    "good.toml": '\ufeffbase = "~/below.toml"\n[train]\nsteps = 5\n[[phases]]\nfrom_step = 2\noptim.lr = 1e-3\n',
     "below.toml": "[train]\nsteps = 3\n",
 }
 MACHINES: list[tuple[list[str], int, int, int]] = [  # the same, with the processes of this machine
