@@ -200,7 +200,7 @@ FOLDERS = {  # of the files below
     "saved/config.toml": '[model]\ninit_from = "gone"\n',  # a run that has a checkpoint
     "saved/checkpoints/step-5": "",
     "text[1].md": "",
-    "good.toml": '\ufeffbase = "~/below.toml"\n[train]\nsteps = 5\n[[phases]]\nfrom_step = 2\noptim.lr = 1e-3\n',
+    "sub/good.toml": '\ufeffbase = "~/below.toml"\n[train]\nsteps = 5\n[[phases]]\nfrom_step = 2\noptim.lr = 1e-3\n',
     "below.toml": "[train]\nsteps = 3\n",
 }
 MACHINES: list[tuple[list[str], int, int, int]] = [  # the same, with the processes of this machine
@@ -368,7 +368,7 @@ ALLOWED: dict[str, tuple[int, ...]] = {  # next to a mistake; machines as below,
     "--checkpoint.keep_every=0 --grad_scaler.growth_interval=1 --eval.tasks_every=epoch --eval.every=0": (),
     "--run.out_dir=. --run.name=save --checkpoint.resume=saved": (),
     # files and shorthands
-    "--config good.toml": (),
+    "--config sub/good.toml": (),
     "--explicit-prefetching --dcp-api --fsdp.forward_prefetch=2 --optim.eps=.5 --fsdp.reshard_after_backward=True": (),
 }
 
