@@ -202,6 +202,7 @@ FOLDERS = {  # of the files below
     "text[1].md": "",
     "sub/good.toml": '\ufeffbase = "~/below.toml"\n[train]\nsteps = 5\n[[phases]]\nfrom_step = 2\noptim.lr = 1e-3\n',
     "below.toml": "[train]\nsteps = 3\n",
+    "of_this_folder.py": "from examples.own_tracker import TABLE",
 }
 MACHINES: list[tuple[list[str], int, int, int]] = [  # the same, with the processes of this machine
     ([], 8, 2, 4),
@@ -363,6 +364,7 @@ ALLOWED: dict[str, tuple[int, ...]] = {  # next to a mistake; machines as below,
     "--compile.enabled --activation_checkpointing.mode=full --activation_checkpointing.every=1": (),
     # what a run writes
     "--log.trackers=wandb,TensorBoard --log.every=1 --profile.steps=[10,10]": (),
+    "--log.every=1 --log.trackers=of_this_folder:TABLE": (),
     "--profile.steps=1,2 --sample.prompts=a,b --sample.max_tokens=1 --sample.temperature=0": (),
     "--profile.steps=[] --checkpoint.keep_latest=0 --checkpoint.every=0 --eval.samples=1 --eval.task_questions=0": (),
     "--checkpoint.keep_every=0 --grad_scaler.growth_interval=1 --eval.tasks_every=epoch --eval.every=0": (),
