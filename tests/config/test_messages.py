@@ -218,7 +218,7 @@ FILES = [
     ["--config", "bad.toml", "--train.seq_len=4096", "stray", "--dcp-apj"],
     *(["--config", f"{name}.toml"] for name in ("x", "saved/x", "list", "damaged", "latin", "none")),
     ["--data.path=['prepared', 'notes.md']", "--fsdp.dp_shard=2"],
-    ["--run.out_dir=.", "--run.name=prepared", "--checkpoint.resume=prepared/meta.json"],
+    ["--run.out_dir=.", "--run.name=prepared", "--checkpoint.resume=~/prepared"],
 ]
 CHECKED = [  # by train.py on the first of eight ranks
     *(

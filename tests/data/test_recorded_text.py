@@ -413,6 +413,7 @@ ENTRIES: list[tuple[Any, tuple[str, ...]]] = [
     ("~nobody-of-this-name/text", ()),
     ("@/" + "x" * 300, ()),
     *(("@", (suffix,)) for suffix in ("md", ".csv", ".zst", ".a/b", "", ". x", "mod:Own")),
+    (["@/sub", "@/sub"], ()),
 ]
 DAMAGE: list[tuple[str, Any]] = [
     *(("meta.json", content) for content in (b"", b"{", b"\xff", b"[1]", b'{"format_version": 6}')),
