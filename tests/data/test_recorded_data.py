@@ -313,7 +313,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "data.document_mask": True,
     },
     "mixture with a prepared folder": {"data.sources": {"@/rows.parquet": 0.7, "@/prepared": 0.3}},
-    "mixture with begin tokens": {"data.sources": {"@/rows.parquet": 0.7, "@/begun": 0.3}, "data.document_mask": True},
+    "mixture with begin tokens": {
+        **{"data.sources": {"@/rows.parquet": 0.5, "@/mixed": 0.2, "@/begun": 0.3}, "data.on_error": "skip"},
+        **{"data.text_key": ["text", "body"], "data.document_mask": True},
+    },
     "mixture, best_fit": {
         **{"data.sources": {"@/lines.jsonl": 2, "@/table.tsv": 0.5, "@/prepared": 0.25}, **BODY},
         "data.packing": "best_fit",
