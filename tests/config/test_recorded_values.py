@@ -373,7 +373,7 @@ EDGES = {  # keys, and the nearest settings with which they are, and are not, us
         *("model.n_heads=8", "model.n_heads=16", *(f"model.head_dim={width}" for width in (14, 16, 64, 66))),
         *(f"model.dim={dim} model.n_heads=2 model.head_dim=64" for dim in (127, 128, 129)),
         *("model.family=resformer", "model.family=resformer model.n_layers=1", "model.family=mistral"),
-        "model.family=resformer model.window=1",
+        *("model.family=resformer model.window=1", "model.init_from=there optim.lr=0.1"),
     ],
     (
         "data.text_key=a data.text_suffixes=.b data.val_fraction=0.5 data.cache_dir=c tokenizer.vocab_size=300 "
