@@ -18,16 +18,27 @@ from torchtitan_lite.tools import config_reference
 def test_which_values_a_resume_keeps() -> None:
     """Those that decide what a run learns, and that neither the command nor its size or family gives."""
     own = {"run.seed": 3, "model.norm_eps": 0.1, "train.steps": 9, "optim.name": "adamw", "optim.lr": 0.5}
-    others = {"log.every": 7, "data.cache_dir": "x", "gone.key": 1, "optim.eps": 0.1}
+    others = {"log.every": 7, "data.cache_dir": "x", "gone.key": 1, "optim.eps": 0.1, "optim.step_every": 9}
     saved = Mock(return_value=schema.flatten(load.load(None, {}).config) | others | own | {"optim.muon_momentum": 0.7})
-    given = {"run.out_dir": "o", "run.name": "n", "checkpoint.resume": "r", "optim.eps": 1e-6}
-    for more, dropped in (({}, "none"), ({"model.size": "3M"}, "model."), ({"model.family": "gpt"}, "")):
+    given = {
+        "run.out_dir": "~/o",
+        "run.name": "n",
+        "run.remote": "s3://b/",
+        "checkpoint.resume": "r",
+        "optim.eps": 1e-6,
+    }
+    for more, dropped in (
+        ({}, "none"),
+        ({"model.family": "LLaMA"}, "none"),
+        ({"model.size": "3M"}, "model."),
+        ({"model.family": "gpt"}, ""),
+    ):
         loaded = load.load(None, given | more, saved=saved, elsewhere=True)
         kept = {key: value for key, value in own.items() if not key.startswith(dropped)}
         found = {key: value for key, value in schema.flatten(loaded.config).items() if key in (own | others)}
         expected = load.load(None, given | more | kept, elsewhere=True).config
         assert (loaded.kept, found) == ([*kept], {key: schema.flatten(expected)[key] for key in found})
-    saved.assert_called_with(Path("o/n"), "r")
+    saved.assert_called_with(Path.home() / "o/n", "r", "s3://b/n")
 
 
 def test_help_lists_the_usual_keys_or_every_key_with_meaning_and_default() -> None:
@@ -43,8 +54,7 @@ def test_help_lists_the_usual_keys_or_every_key_with_meaning_and_default() -> No
 
 def test_the_reference_is_made_from_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
     only_built_in(monkeypatch)
-    page = (ROOT / "docs/config.md").read_text()
-    assert page == "\n".join(config_reference.lines()) + "\n", (
+    assert (ROOT / "docs/config.md").read_text() == "\n".join(config_reference.lines()) + "\n", (
         "python -m torchtitan_lite.tools.config_reference > docs/config.md"
     )
 

@@ -47,6 +47,7 @@ INVALID: list[list[str]] = [
     ["--optim.schedule=wsd", "--optim.decay_ratio=0.95", "--optim.warmup_steps=800"],
     ["--optim.muon_momentum=0"],
     ["--train.batch_schedule=[[5, 8], [0, 4]]"],
+    ["--train.batch_schedule=[[5, 8], [5, 4]]"],
     ["--train.batch_schedule=[[-1, 8]]"],
     ["--train.batch_schedule=[[1, 0]]"],
     ["--train.batch_schedule=[[1, 2147483648]]"],
@@ -74,6 +75,7 @@ INVALID: list[list[str]] = [
     ["--fsdp.cpu_offload"],
     ["--fsdp.reduce_scatter_buffers=0"],
     ["--fsdp.comm_memory=symmetric"],
+    ["--fsdp.comm_memory=pool"],
     ["--fsdp.param_dtype=float16", "--grad_scaler.init_scale=0.5"],
     ["--fsdp.param_dtype=float16", "--grad_scaler.init_scale=1e39"],
     ["--speed.float8"],
@@ -106,6 +108,7 @@ INVALID: list[list[str]] = [
     [*T5, "--data.document_mask"],
     ["--data.skip_samples=[[8, 8]]"],
     ["--data.skip_samples=[[8, 12], [10, 16]]"],
+    ["--data.skip_samples=[[-1, 4]]"],
     ["--data.sources={a = 1.0}", "--data.path=b"],
     [*PAIRS, "--data.target_len=0"],
     [*PAIRS, "--data.target_key=a"],
@@ -116,14 +119,22 @@ INVALID: list[list[str]] = [
     ["--checkpoint.resume=no/such"],
     ["--train.seq_len=2048"],
     ["--train.epochs=1", "--train.batch_schedule=[[0, 8], [10, 16]]"],
-    ["--eval.every=epoch", "--train.batch_schedule=[[0, 8], [10, 16]]"],
+    ["--eval.every=epoch", "--checkpoint.every=epoch", "--train.batch_schedule=[[0, 8], [10, 16]]"],
     ["--train.phases=[{from_step=9,train.seq_len=16}]", "--eval.every=epoch"],
     ["--train.phases=[{from_step=9,train.global_batch_size=2}]", "--train.batch_schedule=[[0, 8], [10, 16]]"],
     ["--train.phases=[{from_step=9,optim.lr=1},{from_fraction=0.01,optim.lr=2}]"],
     ["--train.phases=[{from_step=9,optim.lr=1},{from_step=10,optim.weight_decay=2}]"],
     ["--train.phases=[{from_step=9,optim.lr=1},{from_step=9,optim.lr=2}]"],
     ["--train.phases=[{from_step=9,optim.lr=1}]", "--train.steps=9"],
+    [
+        "--train.phases=[{from_step=9,optim.lr=1},{from_step=10,train.global_batch_size=2}]",
+        "--train.batch_schedule=[[0, 8], [10, 16]]",
+    ],
+    ["--train.phases=[{from_fraction=0.0005,optim.lr=1}]"],
     ["--train.phases=[{from_step=9,from_fraction=0.5}]"],
+    ["--train.phases=[{from_step=9,optim.lr=1},{optim.lr=2}]"],
+    ["--train.phases=[{from_fraction=1.0,optim.lr=1}]"],
+    ["--train.phases=[{from_step=9.5,optim.lr=1}]"],
     [
         "--train.phases=[{from_step=9,train.seq_len=2048,optim.lr=1e-3},{from_step=10,model.window=8}]",
         "--model.family=gpt",
@@ -168,6 +179,9 @@ ON_RANKS: list[tuple[list[str], int, int]] = [
     (["--speed.float8", "--fsdp.reshard_after_forward=2"], 8, 8),
     (["--fsdp.cpu_offload", "--fsdp.dp_replicate=2"], 8, 8),
     (["--fsdp.cpu_offload"], 8, 8),
+    (["--fsdp.comm_memory=pool", "--run.device=cpu"], 2, 2),
+    (["--fsdp.dp_replicate=2", "--fsdp.dp_shard=3"], 8, 0),
+    (["--fsdp.reshard_after_forward=8"], 8, 0),
     (["--fsdp.cpu_offload", "--optim.name=adamw", "--run.device=cpu"], 1, 1),
     (["--fsdp.grad_sync=all_reduce_last", "--fsdp.dp_replicate=8"], 8, 0),
     (["--fsdp.grad_sync=all_reduce_last", "--fsdp.dp_shard=8"], 8, 0),
@@ -186,13 +200,15 @@ FOLDERS = {  # of the files below
     "saved/config.toml": '[model]\ninit_from = "gone"\n',  # a run that has a checkpoint
     "saved/checkpoints/step-5": "",
     "text[1].md": "",
-    "good.toml": '\ufeffbase = "below.toml"\n[train]\nsteps = 5\n[[phases]]\nfrom_step = 2\noptim.lr = 1e-3\n',
+    "sub/good.toml": '\ufeffbase = "~/below.toml"\n[train]\nsteps = 5\n[[phases]]\nfrom_step = 2\noptim.lr = 1e-3\n',
     "below.toml": "[train]\nsteps = 3\n",
+    "of_this_folder.py": "from examples.own_tracker import TABLE",
 }
 MACHINES: list[tuple[list[str], int, int, int]] = [  # the same, with the processes of this machine
     ([], 8, 2, 4),
     (["--run.device=cpu"], 8, 2, 4),
     ([], 8, 4, 4),
+    (["--speed.float8", "--mixed-precision", *T5], 1, 1, 1),
 ]
 FILES = [
     ["--model.family=mamba", "--model.size=7B"],
@@ -202,7 +218,7 @@ FILES = [
     ["--config", "bad.toml", "--train.seq_len=4096", "stray", "--dcp-apj"],
     *(["--config", f"{name}.toml"] for name in ("x", "saved/x", "list", "damaged", "latin", "none")),
     ["--data.path=['prepared', 'notes.md']", "--fsdp.dp_shard=2"],
-    ["--run.out_dir=.", "--run.name=prepared", "--checkpoint.resume=prepared/meta.json"],
+    ["--run.out_dir=.", "--run.name=prepared", "--checkpoint.resume=~/prepared"],
 ]
 CHECKED = [  # by train.py on the first of eight ranks
     *(
@@ -218,6 +234,7 @@ CHECKED = [  # by train.py on the first of eight ranks
     ["--data.path=include"],
     ["--data.path=.", "--data.text_suffixes=.md"],
     ["--data.text_suffixes=md,.csv,.gz,.a/b"],
+    ["--train.phases=[{from_step=9,data.sources={include=1.0}}]"],
     # a refused key of [model], of each kind, ends the checks that build the model; another key does not
     *(
         [f"--{refused}", "--optim.freeze=layer.0.*"]
@@ -268,7 +285,7 @@ ALLOWED: dict[str, tuple[int, ...]] = {  # next to a mistake; machines as below,
     "--fsdp.param_dtype=fp16 --fsdp.reduce_dtype=FLOAT16 --grad_scaler.init_scale=1": (),
     "--fsdp.output_dtype=float16 --grad_scaler.init_scale=1267650600228229401496703205376": (),
     "--run.out_dir=. --run.name=saved --model.init_from=gone --optim.lr=1e-4 --checkpoint.resume=lost": (),
-    "--run.out_dir=. --run.name=saved --model.init_from=gone": (),
+    "--run.out_dir=~ --run.name=saved --model.init_from=gone": (),
     "--run.out_dir=. --run.name=saved --model.init_from=notes.md": (),
     # [tokenizer] and [data]
     "--model.vocab_size=4096": (),
@@ -278,6 +295,7 @@ ALLOWED: dict[str, tuple[int, ...]] = {  # next to a mistake; machines as below,
     "--model.vocab_size=1 --data.path=prepared": (),
     "--model.vocab_size=1 --data.sources={prepared=0.5,'notes.*'=1e-9}": (),
     "--data.path=notes.md,*.toml,text[1].md": (),
+    "--data.path=notes.md --train.phases=[{from_step=9,data.sources={'notes.md'=1.0}}]": (),
     "--data.packing=best_fit --data.document_mask --data.target_len=2000 --train.seq_len=1024": (),
     "--model.family=t5 --data.objective=span_corruption --train.seq_len=3 --data.packing=concat": (),
     "--model.family=t5 --data.objective=span_corruption --data.noise_density=0.5 --data.mean_span_length=1": (),
@@ -346,12 +364,13 @@ ALLOWED: dict[str, tuple[int, ...]] = {  # next to a mistake; machines as below,
     "--compile.enabled --activation_checkpointing.mode=full --activation_checkpointing.every=1": (),
     # what a run writes
     "--log.trackers=wandb,TensorBoard --log.every=1 --profile.steps=[10,10]": (),
+    "--log.every=1 --log.trackers=of_this_folder:TABLE": (),
     "--profile.steps=1,2 --sample.prompts=a,b --sample.max_tokens=1 --sample.temperature=0": (),
     "--profile.steps=[] --checkpoint.keep_latest=0 --checkpoint.every=0 --eval.samples=1 --eval.task_questions=0": (),
     "--checkpoint.keep_every=0 --grad_scaler.growth_interval=1 --eval.tasks_every=epoch --eval.every=0": (),
     "--run.out_dir=. --run.name=save --checkpoint.resume=saved": (),
     # files and shorthands
-    "--config good.toml": (),
+    "--config sub/good.toml": (),
     "--explicit-prefetching --dcp-api --fsdp.forward_prefetch=2 --optim.eps=.5 --fsdp.reshard_after_backward=True": (),
 }
 
@@ -382,6 +401,7 @@ def message(argv: Sequence[str], *machine: int) -> str:
 @pytest.fixture
 def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     for name, text in FOLDERS.items():
         write(Path(name), text)
 
@@ -411,7 +431,7 @@ def test_the_message_of_each_mistake(
         "sysconfig.get_paths": ({"include": "nowhere"}, ["--compile.enabled"]),
         "torchtitan_lite.config.rules.local.importlib.util.find_spec": (
             None,
-            ["--compile.enabled", "--speed.float8", "--log.trackers=wandb,tensorboard"],
+            ["--compile.enabled", "--speed.float8", "--log.trackers=wandb, examples.own_tracker:TABLE,tensorboard"],
         ),
     }
     for name, (value, argv) in lacking.items():
@@ -419,7 +439,7 @@ def test_the_message_of_each_mistake(
             patch.setattr(name, lambda *_, value=value: value)
             found[f"without {name}"] = [message(argv, 1, n_gpus) for n_gpus in (0, 1)]
     monkeypatch.setenv("CXX", "no-compiler")
-    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: name if name == "g++" else None)
     found["$CXX"] = [message(["--compile.enabled"]), message(["--compile.enabled", "--compile.backend=eager"])]
     assert_recorded(json.loads(json.dumps(found).replace(str(tmp_path), "FOLDER")), RECORDED)
 
@@ -456,8 +476,12 @@ def offered(line: str) -> list[str]:
         return [option[1]]
     found = re.search(r"(?:; |e\.g\. )(\S+) = (\S+?)(?: with (\S+) = (\S+))?(?: works|$)", line)
     first, value, second, other = found.groups() if found else (None,) * 4
-    values = {f".{first}": value, f".{second}": other}
-    return [f"--{known}={values[end]}" for known in known_keys() for end in values if f".{known}".endswith(end)]
+    return [
+        f"--{known}={what}"
+        for known in known_keys()
+        for end, what in ((first, value), (second, other))
+        if f".{known}".endswith(f".{end}")
+    ]
 
 
 PARTS = Registry("a.key", "docs/page.md", int, {"one": 1, "two": 2})
@@ -468,6 +492,8 @@ NAMES = sorted(map(str, range(20)))
 @pytest.mark.parametrize(("call", "expected"), [
     (lambda: PARTS.add("nosuch:X"), f"a.key: nosuch:X: No module named 'nosuch' (looked in {ROOT}, too; docs/page.md "
      "has an example)"),
+    (lambda: PARTS.add("math:nosuch"), f"a.key: math:nosuch: module 'math' has no attribute 'nosuch' (looked in {ROOT}"
+     ", too; docs/page.md has an example)"),
     (lambda: PARTS.add("math:pi"), "a.key: math:pi should be a int, not a float; docs/page.md has an example"),
     (lambda: PARTS.known("twoo"), "should be 'one' or 'two'; docs/page.md adds one of your own"),
     (lambda: PARTS.known("mine:Two"), "imported only if the command or its file names it: --a.key=mine:Two"),

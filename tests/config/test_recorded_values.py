@@ -180,6 +180,7 @@ ROWS: list[tuple[list[str], int, int]] = [  # options, ranks, and ranks of a mac
         ["--model.family=GPT", "--optim.name=AdamW", "--compile.backend=EAGER", "--run.deterministic"],
         ["--optim.betas=0.8,0.95", "--optim.lr=.5", "--optim.max_norm=inf", "--optim.eps=1e-6", "--run.tf32=True"],
         ["--optim.betas=(0.8, 0.9)", "--profile.steps=10,12", "--data.text_suffixes=.md, .py", "--run.name='a b'"],
+        ["--data.text_suffixes="],
         ["--optim.groups=[{match = '*norm*', lr_factor = 0.5}, {match = 'a.*', weight_decay = 0.0}]"],
         ["--fsdp.precision_overrides=[{match = 'layers.0.*', param_dtype = 'bf16', output_dtype = 'float32'}]"],
         ["--data.sources={\"a b\" = 0.25, c = 0.75}", "--data.skip_samples=[[8, 12], [16, 20]]", "--eval.tasks=auto,x"],
@@ -216,10 +217,9 @@ def test_what_follows_from_the_keys_that_are_given(tmp_path: Path) -> None:
 
 
 def test_the_values_of_each_shipped_config() -> None:
-    files = sorted(ROOT.glob("configs/*.toml"))
     found = {
         file.stem: "\n".join(config_lines(loaded("--config", f"configs/{file.name}", world_size=8), 8))
-        for file in files
+        for file in sorted(ROOT.glob("configs/*.toml"))
     }
     assert_recorded(found, HERE / "recorded_shipped_configs.json")
 
@@ -373,7 +373,7 @@ EDGES = {  # keys, and the nearest settings with which they are, and are not, us
         *("model.n_heads=8", "model.n_heads=16", *(f"model.head_dim={width}" for width in (14, 16, 64, 66))),
         *(f"model.dim={dim} model.n_heads=2 model.head_dim=64" for dim in (127, 128, 129)),
         *("model.family=resformer", "model.family=resformer model.n_layers=1", "model.family=mistral"),
-        "model.family=resformer model.window=1",
+        *("model.family=resformer model.window=1", "model.init_from=there optim.lr=0.1"),
     ],
     (
         "data.text_key=a data.text_suffixes=.b data.val_fraction=0.5 data.cache_dir=c tokenizer.vocab_size=300 "

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, processors
 
 from torchtitan_lite.config.schema import DataConfig, TokenizerConfig
-from torchtitan_lite.data import token_files
+from torchtitan_lite.data import packing, token_files
 from torchtitan_lite.data.dataset import prepare_all
 from torchtitan_lite.data.loader import Batch, Loader
 from torchtitan_lite.data.mixture import Mixture
@@ -118,6 +118,7 @@ def test_ranks_wait_for_the_one_that_prepares(text: Path, tmp_path: Path) -> Non
     tokenizer = TokenizerConfig(vocab_size=517)
     with ThreadPoolExecutor(4) as pool:
         (folder,) = set(pool.map(lambda _: prepare_all(data, tokenizer, said.append).folder, range(4)))
+        assert len({*pool.map(lambda _: packing.pack(folder, read_meta(folder), 32), range(4))}) == 1
     assert said == [
         "data    preparing 3 files, once for all runs ...",
         f"data    {summary(read_meta(folder))}",

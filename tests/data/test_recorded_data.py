@@ -39,7 +39,7 @@ from torchtitan_lite.data.prepare.__main__ import main
 from torchtitan_lite.data.prepare.documents import Unusable
 from torchtitan_lite.data.prepare.texts import Corpus
 from torchtitan_lite.data.prepare.tokenizer import byte_level, train
-from torchtitan_lite.data.token_files import Meta
+from torchtitan_lite.data.token_files import File, Meta
 from torchtitan_lite.errors import ConfigError, DataError, UserError
 from torchtitan_lite.models.loss import IGNORE
 from torchtitan_lite.tools import which
@@ -177,9 +177,9 @@ def bpe_with(*ends: str, special: bool = True) -> Tokenizer:
     return tokenizer
 
 
-def letters(unknown: str | None = "<unk>") -> Tokenizer:
+def letters(unknown: str | None = "<unk>", last: int = 21) -> Tokenizer:
     """A vocabulary of a few letters."""
-    vocabulary = {letter: i for i, letter in enumerate(" aeinorstuhlg")} | {"</s>": 20, "<unk>": 21}
+    vocabulary = {letter: i for i, letter in enumerate(" aeinorstuhlg")} | {"</s>": 20, "<unk>": last}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
     return tokenizer
@@ -212,6 +212,7 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "padded": padded,
     "late_pad": lambda: bpe_with("</s>", "<pad>"),
     "letters": letters,
+    "wide": lambda: letters(last=70_000),
     "drops": lambda: letters(None),
     "piece": unigram,
     "lower": lambda: unigram(lower=True),
@@ -301,23 +302,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "an own reader": {"data.path": "@/own", "data.text_suffixes": ["tests.data.test_recorded_data:LIST"], **BYTES},
     "several keys, with errors": {
         **{"data.path": "@/mixed", "data.text_key": ["body", "text", "meta.text"], "data.text_suffixes": [""], **BYTES},
-        "data.on_error": "skip",
+        **{"data.on_error": "skip", "data.cache_dir": "~/cache"},
     },
     "a tokenizer": {"data.path": "@/rows.parquet", "tokenizer.path": "@/ends.json"},
     "an end token": {"data.path": "@/rows.parquet", "tokenizer.path": "@/padded.json", "tokenizer.end_token": "<eos>"},
     "unknown tokens": {"data.path": "@/table.tsv", "tokenizer.path": "@/letters.json", **BODY},
+    "ids above 65,535": {"data.path": "@/table.tsv", "tokenizer.path": "@/wide.json", **BODY},
     "mixture, trained": {
         **{"data.sources": {"@/lines.jsonl": 3, "@/table.tsv": 1.5}, "tokenizer.vocab_size": 280, **BODY},
         "data.document_mask": True,
     },
     "mixture with a prepared folder": {"data.sources": {"@/rows.parquet": 0.7, "@/prepared": 0.3}},
+    "mixture with begin tokens": {
+        **{"data.sources": {"@/rows.parquet": 0.5, "@/mixed": 0.2, "@/begun": 0.3}, "data.on_error": "skip"},
+        **{"data.text_key": ["text", "body"], "data.document_mask": True},
+    },
     "mixture, best_fit": {
         **{"data.sources": {"@/lines.jsonl": 2, "@/table.tsv": 0.5, "@/prepared": 0.25}, **BODY},
         "data.packing": "best_fit",
     },
     "prepared": {"data.path": "@/prepared", "run.seed": 5},
     "prepared, with its tokenizer": {
-        **{"data.path": "@/prepared", "tokenizer.path": "@/ends.json", "tokenizer.end_token": "</s>"},
+        **{"data.path": "~/prepared", "tokenizer.path": "~/ends.json", "tokenizer.end_token": "</s>"},
     },
     "spans": {"data.path": "@/rows.parquet", **T5, "train.seq_len": 12},
     "many spans": {
@@ -342,6 +348,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "default pairs": {"data.objective": "pairs", "data.target_len": 7, "model.family": "t5", **SENTINELS},
 }
 COMMANDS = {  # that make what some configs read
+    "begun": "@/more.jsonl.zst --tokenizer @/ends.json --end-token </s> --begin-token <eos> --val-fraction 0.3",
     "prepared": "@/more.jsonl.zst --tokenizer @/ends.json --end-token </s> --val-fraction 0.3",
     "prepared_pairs": "@/pairs.csv --source-key text --target-key id --tokenizer bytes --sentinels --val-fraction 0.2",
 }
@@ -431,6 +438,7 @@ def recorded_config(config: Config, folder: Path) -> dict[str, Any]:
 
 def test_data_of_configs(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(folder / "lib")})
+    monkeypatch.setenv("HOME", str(folder))
     for out, command in COMMANDS.items():
         assert main([*placed(command, folder).split(), "--out", str(folder / out)]) == 0, capsys.readouterr().err
     found = {}
@@ -518,7 +526,7 @@ def gaps(seq_len: int, density: float, mean: float) -> list[str]:
     return [str(tuple(lengths)), *("".join(map(str, mask))[:80] for mask in masks)]
 
 
-def test_numbers() -> None:
+def test_numbers(tmp_path: Path) -> None:
     orders = [(1, 0), (2, 7), (3, 7), (4, 1), (5, 2), (16, 3), (17, 3), (100, -1), (1000, 0)]
     some = [0, 1, 2, 3, 4, 17, 99, 999, 1000, 10**15]
     text, marks = np.arange(20, 32), np.array([9, 8, 7, 6])
@@ -537,6 +545,12 @@ def test_numbers() -> None:
         },
         "columns": str([pairs._columns(used[:n, :width]) for n, width in shapes]),
         "prefetched": prefetched(loads),
+        # what is prepared is still good in a later version
+        "hashes": [
+            (tmp_path / "a").write_bytes(bytes(range(256)) * 1500),
+            token_files.spots(tmp_path / "a"),
+            token_files.tokens_hash({f"{n}.{end}": File(9, f"of {n}", "") for n in "ba" for end in ("idx", "bin")}),
+        ],
         "byte sizes": [str(token_files.token_dtype(n)) for n in (257, 2**16, 2**16 + 1)],
     }
     assert_recorded(found, RECORDS / "recorded_numbers.json")

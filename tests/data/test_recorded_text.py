@@ -67,7 +67,7 @@ READ: list[tuple[str, Any, tuple[str | list[str], ...]]] = [
     ("a.txt", b"good\n" * 3 + b"gr\xfc\nmore\n", ("text",)),
     ("a.txt", b"\n" * 1030 + b"\x80", ("text",)),
     ("a.txt", b"text", TWO),
-    ("a.txt.gz", gzip.compress(b"one\ntwo\n"), ("text",)),
+    ("a.txt.GZ", gzip.compress(b"one\ntwo\n"), ("text",)),
     ("a.JSONL", BOM + GOOD + b"\r\n  \n" + b'{"text": "b", "id": 3}', ("text",)),
     ("a.jsonl", GOOD + b'{"text": "cut\n' + GOOD, ("text",)),
     ("a.jsonl", GOOD + b'{"text": "\xff"}\n', ("text",)),
@@ -81,7 +81,7 @@ READ: list[tuple[str, Any, tuple[str | list[str], ...]]] = [
     ("a.jsonl", jsonl({"text": "", "headline": "b"}, {"text": "a", "headline": " \n "}), TWO),
     ("a.jsonl", jsonl({"text": " c ", "headline": 3}, {"text": " c ", "headline": " d"}), TWO),
     ("a.jsonl.gz", gzip.compress(GOOD * 2), ("text",)),
-    ("a.jsonl.zst", ZSTD + ZSTD, ("text",)),
+    ("a.jsonl.ZST", ZSTD + ZSTD, ("text",)),
     ("a.jsonl.zst", b"plain text", ("text",)),
     ("a.jsonl.zst", pyarrow.compress(GOOD * 500, "zstd", asbytes=True)[:-6], ("text",)),
     ("a.jsonl.gz", gzip.compress(GOOD * 500)[:-12], ("text",)),
@@ -91,7 +91,7 @@ READ: list[tuple[str, Any, tuple[str | list[str], ...]]] = [
     ("a.parquet", pyarrow.table([["a"], ["b"]], names=["text", "text"]), ("text",)),
     ("a.csv", b"\n\nid,text\n1,a\n\n2,\"b \"\"c\"\"\n, d\"\n3,e", ("text",)),
     ("a.csv", BOM + b"id;text;x\r\n1;a, b;\r\n2;c;d\r\n", ("text",)),
-    ("a.csv", b"id|text\n1|a,b;c\n2|d|e\n3\n", ("text",)),
+    ("a.csv", b"\nid|text\n1|a,b;c\n2|d|e\n3\n", ("text",)),
     ("a.csv", b"id\ttext\n1\ta,b\n", ("text", "id")),
     ("a.csv", b"text,text\na,b\n", ("text",)),
     ("a.csv", BOM + b"\r\nid,text,more\r\n\r\n1,\"a\r\n\r\nb\"\r\n\r\n2,c\r\n\r\n\r\n", ("text",)),
@@ -188,6 +188,7 @@ TEXTS: dict[str, bytes | Mapping[str, list[Any]]] = {
     "one.jsonl": GOOD,
     "held/a.jsonl": jsonl(text=["held out", "as well"]),
     "held/b.bin": b"",
+    "more/c.md": b"# held out\n",
     "copies.jsonl": GOOD * 3,
     "few.txt": b"too little to learn from\n" * 200,
     "same.jsonl": jsonl(text=[SHORT[3], "held out"], body=["1", "2"]),
@@ -212,13 +213,14 @@ COMMANDS = """
 @/a/one.jsonl --out @/out1 --tokenizer bytes
 @/a/one.jsonl --out @/out1 --tokenizer bytes --text-key body
 @/a/one.jsonl --out @/a --tokenizer bytes
-@/a --out @/new/out2 --train-tokenizer 310 --val-fraction 0.3
+@/a --out @/new/er/out2 --train-tokenizer 310 --val-fraction 0.3
 @/a --text-suffixes .md .PY --text-suffixes .rst --out @/out3 --tokenizer @/letters.json
 @/a/*.[jt]* @/a/one.jsonl --out @/out4 --train-tokenizer 420 --sentinels --val-fraction 0.4
 @/a/one.jsonl --text-key body --held-out @/held.jsonl --out @/out5 --tokenizer bytes --sentinels
 @/a/one.jsonl --held-out @/held.jsonl --out @/out6 --tokenizer bytes
 @/a/one.jsonl --held-out @/held.jsonl --out @/out6 --tokenizer bytes --on-error skip
 @/a --held-out @/held --out @/out37 --tokenizer bytes
+@/a/one.jsonl --text-suffixes .md --held-out @/more --out @/out51 --tokenizer bytes
 @/same.jsonl --held-out @/held.jsonl --out @/out7 --tokenizer bytes --on-error skip
 @/bad --out @/out8 --tokenizer bytes
 @/bad --out @/out8 --tokenizer bytes --on-error skip
@@ -411,6 +413,7 @@ ENTRIES: list[tuple[Any, tuple[str, ...]]] = [
     ("~nobody-of-this-name/text", ()),
     ("@/" + "x" * 300, ()),
     *(("@", (suffix,)) for suffix in ("md", ".csv", ".zst", ".a/b", "", ". x", "mod:Own")),
+    (["@/sub", "@/sub"], ()),
 ]
 DAMAGE: list[tuple[str, Any]] = [
     *(("meta.json", content) for content in (b"", b"{", b"\xff", b"[1]", b'{"format_version": 6}')),
@@ -421,6 +424,7 @@ DAMAGE: list[tuple[str, Any]] = [
     *(("train.bin", change) for change in (b"cut", lambda b: b[::-1], lambda b: b[:-1] + b"\2", lambda b: b + b"\0")),
     *((name, None) for name in ("meta.json", "val.bin", "train.idx", "tokenizer.json")),
     ("train.idx", lambda b: b[8:] + b[:8]),
+    *((name, None) for name in ("origins.json", "val.origins")),
 ]  # fmt: skip
 IDX = {"an end before": [3, 3, 9], "the first": [1, 9], "not the last": [3, 8], "right": [3, 9]}
 WRONG: dict[str, dict[str, Any]] = {
@@ -428,6 +432,8 @@ WRONG: dict[str, dict[str, Any]] = {
     "end token, prepared": {"data.sources": {"@/prepared": 1}, "tokenizer.end_token": "<eos>"},
     "tokenizers of sources": {"data.sources": {"@/prepared": 1, "@/pairs": 2}},
     "end tokens of sources": {"data.sources": {"@/prepared": 1, "@/usual": 2}},
+    "begin tokens of sources": {"data.sources": {"@/prepared": 1, "@/begun": 2}},
+    "the third of sources": {"data.sources": {"@/prepared": 1, "@/./prepared": 1, "@/usual": 2}},
     "pairs as texts": {"data.path": "@/pairs"},
     "pairs as spans": {"data.path": "@/pairs", **T5},
     "texts as pairs": {"data.path": "@/prepared", "data.objective": "pairs", "data.target_len": 5},
@@ -472,8 +478,8 @@ def test_finding_and_damage(
     tree = tmp_path / "tree"
     for name in (*TREE, "[x]/h.txt"):
         write(tree / name, f"the text of {name}".encode())
-    (tree / "link").symlink_to(tree)
-    (tree / "link.txt").symlink_to(tree / "a.txt")
+    for name, target in (("link", "."), ("link.txt", "a.txt"), ("sub/lost.csv", "none")):
+        (tree / name).symlink_to(tree / target)
     found: dict[str, Any] = {"finding": {}, "damage": {}, "wrong": {}}
 
     def listed(entry: Any, suffixes: tuple[str, ...]) -> str:
@@ -488,7 +494,11 @@ def test_finding_and_damage(
 
     monkeypatch.setattr("torchtitan_lite.data.token_files._SPOT_BYTES", 2)  # so that they don't cover a small file
     prepared_texts(tmp_path)
-    made = ["--tokenizer @/ends.json --end-token </s> --out @/prepared", "--tokenizer @/ends.json --out @/usual"]
+    made = [
+        "--tokenizer @/ends.json --end-token </s> --out @/prepared",
+        "--tokenizer @/ends.json --out @/usual",
+        "--tokenizer @/ends.json --end-token </s> --begin-token <eos> --out @/begun",
+    ]
     for command in (
         *(f"@/a/one.jsonl {options}" for options in made),
         "@/pairs.csv --source-key text --target-key id --tokenizer bytes --out @/pairs",

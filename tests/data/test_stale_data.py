@@ -58,7 +58,7 @@ def test_a_preparation_resumes_where_it_was(name: str, tmp_path: Path, monkeypat
     rows = [json.dumps({"text": text, "start": text[:12]}) for text in ["", *TEXTS[:30], " ", *TEXTS[:9], "document"]]
     for number, lines in enumerate((rows[:7], [], ["no json", *rows[7:], "{}"], rows[3:20], ["[]"])):
         (tmp_path / f"{number}.jsonl").write_text("\n".join(lines))
-    (tmp_path / "val.jsonl").write_text("\n".join(rows[3:6]))
+    (tmp_path / "val.jsonl").write_text("\n".join([*rows[3:6], "no json"]))
     letters().save(str(tmp_path / "letters.json"))
     monkeypatch.chdir(tmp_path)
     synced = list[str]()  # not really: eight files, after each batch
