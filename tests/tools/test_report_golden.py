@@ -29,7 +29,7 @@ def one_run(folder: Path) -> Path:
     records = [step(n, loss=n / 4, mean_loss=losses[n - 1], **norms[n - 1]) for n in range(1, 5)]
     for record, rate in zip(records, rates, strict=True):
         record["tokens_per_second"] = rate
-    records[0] |= {"loss_scale": 65536.0, "seconds": 3.0, "tokens": 50, "save_s": 9.94}
+    records[0] |= {"loss_scale": 65536.0, "seconds": 3.0, "tokens": 50, "save_s": 9.94, "rank_seconds": [1.5]}
     sources = {"val_loss/a": 3.0, "val_loss/<b>": 4.0, "val_loss/c": 4.0, "val_loss/d": 4.0}
     averages = {"ema_val_loss": 3.25, "ema_val_bits_per_byte": 1.25, "unigram_bits_per_byte": 4.0}
     validation = {"val_loss": 3.0, "val_bits_per_byte": 1.5, "val_bits_per_byte_stderr": 0.125, "eval_s": 9.95}
@@ -44,7 +44,7 @@ def one_run(folder: Path) -> Path:
     tasks |= {f"task/{n}": n / 8 for n in range(5)}
     records.append({"step": 4, "val_loss": 3.5, **tasks, "spike": {"action": "skip"}})
     lines = [{"step": n, "prompt": "<p>", "text": f"t{n}", "seconds": 0.5, "reference": f"r{n}"} for n in range(1, 14)]
-    lines.append({"step": 2, "prompt": "q", "text": "u", "seconds": 0.25})
+    lines.append({"step": 2, "prompt": "<q>", "text": "<u>", "seconds": 0.25})
     samples = "".join(json.dumps(line) + "\n" for line in lines)
     config = "[train]\nsteps = 20 # <command line>\nepochs = 0 # default\n\n[log]\nevery = 1 # default\n"
     return write_run(folder / "<run>", records, samples_jsonl=samples, config_toml=config)
