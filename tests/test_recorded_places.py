@@ -734,6 +734,23 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             *(("span_corruption", 0, "b", "a"), (None, 0, "b")),
         ],
     ),
+    "a replay that is refused": (
+        lambda start, step, *hosts: told(
+            lambda _: replay._require_same(
+                7,
+                range(start, 8),
+                Stub(
+                    **{"attempt": 3, "step": step, "hosts": hosts, "command": ["train.py", "--a=b"], "world_size": 16},
+                    config={"data.sources": {"b": 1, "a": 2}, "model.init_from": "there", "log.every": 2},
+                    must_match={"data": "hash"},
+                    setting={"threads": 1},
+                ),
+                {"data.sources": ["b", "a"], "model.init_from": "", "data": "hash", "threads": 1 + len(hosts)},
+            ),
+            answers={"tools__replay__command_with": lambda *given: str(given)},
+        ),
+        [(1, 0, "a", "b"), (1, 4, "a"), (5, 0, "a"), (5, 4)],
+    ),
     "bytes that were moved": (
         lambda text: told(
             lambda _: progress.moved(),
