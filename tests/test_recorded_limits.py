@@ -212,15 +212,20 @@ def listed(n_steps: int, n_rows: int, n_characters: int) -> Any:
     ]
     config = Stub(data=Stub(skip_samples=[[1, 2]]))
     record = Stub(
-        config=config, steps=dict.fromkeys(range(1, 200)), sources={}, attempts=[Stub(forked_from="", step=0)]
+        config=config,
+        steps=dict.fromkeys(range(1, 200)),
+        sources={Path("a"): True, Path("b"): False},
+        attempts=[Stub(forked_from="", step=0)],
     )
     options = argparse.Namespace(run=Path("run"), step=None, to=None, find="x", json=None, family="")
     names = {
         **{"rows": lambda *_: rows, "read_record": lambda _: record, "require_own_step": lambda *_: None},
+        "Documents": lambda known: Stub(known=known, path=Path(f"{known}/train.tokens")),
+        "documents_with": lambda known, split, _: {1, 2, 3} if known and split == "train" else {4},
     }
     with contextlib.redirect_stdout(io.StringIO()) as out:
         patched(lambda: which._run(options), **{f"tools__which__{name}": f for name, f in names.items()})
-    return [len(lines := out.getvalue().splitlines()), *lines[:3], lines[-1]]
+    return [len(lines := out.getvalue().splitlines()), *lines[:4], lines[-1]]
 
 
 # --- data and scores --------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from torchtitan_lite.checkpointing.remote import Remote
 from torchtitan_lite.checkpointing.state import TrainState
 from torchtitan_lite.config import cli, load
 from torchtitan_lite.config.rules import local
-from torchtitan_lite.config.schema import DataConfig, LogConfig, RunConfig
+from torchtitan_lite.config.schema import DataConfig, LogConfig, ModelConfig, RunConfig
 from torchtitan_lite.cpu import apply_shared_memory, float32_matmuls, widens
 from torchtitan_lite.data.prepare.cache import cache_folder
 from torchtitan_lite.distributed import evaluating, process_group
@@ -704,6 +704,89 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             },
         ),
         [("own", []), ("another", []), ("own", ["pairs.json"])],
+    ),
+    "losses of a model": (
+        lambda texts, tasks: told(
+            lambda _: evaluate.evaluate(evaluate.options_of(["m", "--data=a", "--tasks=t"]), Process(0, 1, CPU, 1))[0][
+                "model"
+            ],
+            answers={
+                "tools__evaluation__evaluate__open_model": lambda *_, **__: Stub(
+                    source="a model", notes=[], tokenizer=0, window=lambda _: 9
+                ),
+                "tools__evaluation__evaluate__scores_of": lambda *_: [(f"{n}", Stub(nats=[n])) for n in texts],
+                "tools__evaluation__evaluate__tasks_of": lambda *_: {f"{n}": Stub(nats=[n]) for n in tasks},
+                "tools__evaluation__evaluate__bpe__sha256": lambda _: "",
+                "tools__evaluation__evaluate__tables__compare_with_first": lambda *_: (["table"], {"model": 1}),
+            },
+        ),
+        [((1.0, 2.0), (3.0,)), ((1.0, torch.inf), (3.0,)), ((1.0,), (3.0, torch.nan))],
+    ),
+    "rows that a model is scored on": (
+        lambda objective, length, *data: told(
+            lambda _: [
+                " ".join(map(str, each))
+                for each in evaluate._scores_of_rows(
+                    Stub(
+                        config=objective
+                        and config_of({"model.family": "t5", "data.objective": "span_corruption"}).changed(
+                            {"data.objective": objective, "data.target_len": 7, "train.seq_len": 40}
+                        ),
+                        model=Stub(config=ModelConfig(family="t5")),
+                        tokenizer=Stub(get_vocab=dict),
+                        own_data=lambda: Stub(
+                            sources=[
+                                Stub(name=name, folder=Path(name), meta=Stub(marks=0)) for name in ("own", "others")
+                            ]
+                        ),
+                    ),
+                    Texts(data=data, seq_len=length, documents=3, batch_size=5),
+                    Process(0, 1, CPU, 1),
+                )
+            ],
+            answers={
+                "tools__evaluation__evaluate__paths__is_prepared": lambda _: True,
+                "tools__evaluation__evaluate__read_meta": lambda folder: Stub(
+                    files=[vars(evaluate)["PAIRS"]] * (folder.name > "a")
+                ),
+                "tools__evaluation__evaluate__Tokenizer__from_file": lambda _: Stub(get_vocab=dict),
+                "tools__evaluation__evaluate__DataSet": type(
+                    "DataSet",
+                    (tuple,),
+                    {
+                        "open": lambda folders: Stub(
+                            sources=[Stub(name=name, folder=Path(name), meta=Stub(marks=0)) for name in folders]
+                        )
+                    },
+                ),
+                "tools__evaluation__evaluate__open_samples": lambda of, split, config: [
+                    *(of[0].name, split, config.data.objective, config.data.target_len, config.train.seq_len)
+                ],
+                "tools__evaluation__evaluate__bytes_per_token": lambda *_: TENSOR([0]).numpy(),
+                "tools__evaluation__evaluate__score_rows": lambda _model, samples, n, *_: f"{n} of {samples}",
+            },
+        ),
+        [
+            *(("span_corruption", 0), ("pairs", 0), ("span_corruption", 7, "b", "c"), ("pairs", 0, "b")),
+            *(("span_corruption", 0, "b", "a"), (None, 0, "b")),
+        ],
+    ),
+    "a replay that is refused": (
+        lambda start, step, *hosts: told(
+            lambda _: replay._require_same(
+                7,
+                range(start, 8),
+                Stub(
+                    **{"attempt": 3, "step": step, "hosts": hosts, "command": ["train.py", "--a=b"], "world_size": 16},
+                    config={"data.sources": {"b": 1, "a": 2}, "model.init_from": "there", "log.every": 2},
+                    must_match={"data": "hash"},
+                    setting={"threads": 1},
+                ),
+                {"data.sources": ["b", "a"], "model.init_from": "", "data": "hash", "threads": 1 + len(hosts)},
+            ),
+            answers={"tools__replay__command_with": lambda *given: str(given)},
+        ),
+        [(1, 0, "a", "b"), (1, 4, "a"), (5, 0, "a"), (5, 4)],
     ),
     "bytes that were moved": (
         lambda text: told(

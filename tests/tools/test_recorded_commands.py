@@ -428,6 +428,9 @@ two --ema
 hf --best
 one --json /dev/null/x.json
 hf --data FOLDER/news.jsonl ''
+hf --data FOLDER/news.jsonl FOLDER/empty.txt --documents 1
+hf4 answers --data FOLDER/data/pairs --documents 99
+hf4 answers --data FOLDER/data/pairs --split=train --documents=1
 hf nosuch --data FOLDER/news.jsonl
 hf --data FOLDER/news.jsonl --tokenizer=/dev/null
 --help""",
@@ -456,10 +459,9 @@ def test_commands(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
             file.write(
                 json.dumps(first | {"attempt": number, "step": step, "samples": samples, "config": config}) + "\n"
             )
-    (folder / "accelerate.yaml").write_text(ACCELERATE)
-    (folder / "list.yaml").write_text("- mixed_precision: bf16\n")
-    (folder / "unsafe.yaml").write_text("!!python/object/apply:os.system [id]")
-    (folder / "broken.yaml").write_text("a: b: c")
+    texts = {"list.yaml": "- mixed_precision: bf16\n", "unsafe.yaml": "!!python/object/apply:os.system [id]"}
+    for name, text in (texts | {"accelerate.yaml": ACCELERATE, "broken.yaml": "a: b: c", "empty.txt": ""}).items():
+        (folder / name).write_text(text)
     larger = Tokenizer.from_file(str(folder / "one/tokenizer.json"))
     larger.add_tokens(["another"])
     larger.save(str(folder / "larger.json"))

@@ -162,7 +162,11 @@ def test_what_is_not_finite_is_a_gap_and_is_marked(tmp_path: Path) -> None:
     assert read_run(run).events == {2: "not finite"}
     (marks,) = (trace for trace in figure_of(run)["data"] if trace["mode"] == "markers+text")
     assert (marks["x"], marks["y"], marks["text"]) == ([2], [records[0]["loss"]], ["not finite"])
-    never = write_run(tmp_path / "never", [step(1, loss=None)])
+    never = write_run(
+        tmp_path / "never",
+        [step(1, loss=None)],
+        samples_jsonl='{"step": 1, "prompt": "", "text": "no UTF-8: \\ud800"}\n',
+    )
     assert "<b>not finite</b>" in made(tmp_path / "page.html", never)
 
 
@@ -181,10 +185,18 @@ def sweep(tmp_path: Path) -> list[Path]:
     return runs
 
 
-def test_a_page_of_several_runs_does_not_replace_that_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_of_several_runs_does_not_replace_that_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     runs = sweep(tmp_path)
     monkeypatch.chdir(runs[0])
-    assert report.main([".", f"../{runs[1].name}"]) == 0
+    assert (report.main([".", "nosuch", f"../{runs[1].name}"]), capsys.readouterr().out.splitlines()) == (
+        0,
+        [
+            "note  nosuch is not the folder of a run: it has no run.json that can be read",
+            f"report  {tmp_path / 'runs/report.html'}",
+        ],
+    )
     assert "<title>sweep-1e-3, sweep-2e-3</title>" in (tmp_path / "runs/report.html").read_text()
     assert not (runs[0] / "report.html").exists()
 
@@ -195,15 +207,18 @@ def test_the_table_has_the_best_run_first_and_the_keys_that_differ(
     runs = sweep(tmp_path)
     empty = tmp_path / "runs/sweep-8e-3"
     empty.mkdir()
-    assert report.main([*map(str, (*runs, empty)), "--table"]) == 0
-    *rows, note = capsys.readouterr().out.splitlines()
+    assert report.main([*map(str, (empty, *runs, tmp_path / "gone")), "--table"]) == 0
+    *rows, note, gone = capsys.readouterr().out.splitlines()
     assert [re.split(r"  +", row) for row in rows] == [
         ["run", "step", "best val_loss", "at", "bits/byte", "status", "optim.lr"],
         ["sweep-2e-3", "20/20", "3.5000 +- 0.0500", "20", "2.000", "complete", "0.002"],
         ["sweep-1e-3", "20/20", "4.0000 +- 0.0500", "20", "2.000", "complete", "0.001"],
         ["sweep-4e-3", "20/20", "4.9000 +- 0.0500", "10", "2.000", "complete", "0.004"],
     ]
-    assert note == f"note  {empty} is not the folder of a run: it has no run.json that can be read"
+    assert [note, gone] == [
+        f"note  {folder} is not the folder of a run: it has no run.json that can be read"
+        for folder in (empty, tmp_path / "gone")
+    ]
     assert not list((tmp_path / "runs").rglob("report.html"))
     for run, path in zip(runs, ("a\x1b[31m\n", "x" * 38, "y" * 39), strict=True):
         (run / "attempts.jsonl").write_text(attempt(0, 0, {"data.path": path}))

@@ -25,39 +25,48 @@ GOLDEN = Path(__file__).with_name("report.txt")
 def one_run(folder: Path) -> Path:
     """A run with every kind of curve, a skipped spike, and more samples and tasks than are shown."""
     losses, rates = (4.0, 3.5, 3.0, 2.0), (1000.0, 1500.0, 900.0, 1100.0)
-    records = [step(n, loss=n / 4, mean_loss=loss) for n, loss in enumerate(losses, 1)]
+    norms = [{}, *({"grad_norm/<in>": 0.0, "grad_norm/head": 10.0**n} for n in range(3))]
+    records = [step(n, loss=n / 4, mean_loss=losses[n - 1], **norms[n - 1]) for n in range(1, 5)]
     for record, rate in zip(records, rates, strict=True):
         record["tokens_per_second"] = rate
-    records[0] |= {"loss_scale": 65536.0, "seconds": 3.0, "tokens": 50, "save_s": 9.94}
-    sources = {"val_loss/a": 3.0, "val_loss/b": 4.0, "val_loss/c": 4.0, "val_loss/d": 4.0}
+    records[0] |= {"loss_scale": 65536.0, "seconds": 3.0, "tokens": 50, "save_s": 9.94, "rank_seconds": [1.5]}
+    sources = {"val_loss/a": 3.0, "val_loss/<b>": 4.0, "val_loss/c": 4.0, "val_loss/d": 4.0}
     averages = {"ema_val_loss": 3.25, "ema_val_bits_per_byte": 1.25, "unigram_bits_per_byte": 4.0}
     validation = {"val_loss": 3.0, "val_bits_per_byte": 1.5, "val_bits_per_byte_stderr": 0.125, "eval_s": 9.95}
-    records.append({"step": 2, **validation, **averages, **sources, "task/quiz": 0.625, "task_stderr/quiz": 0.25})
-    tasks = {"task/quiz": 0.5, "task_stderr/quiz": 0.125, "task_chance/quiz": 0.25, "task/word": None, "task_s": 12.0}
+    records.append({"step": 2, **validation, **averages, **sources, "task/<quiz>": 0.625, "task_stderr/<quiz>": 0.25})
+    tasks = {
+        "task/<quiz>": 0.5,
+        "task_stderr/<quiz>": 0.125,
+        "task_chance/<quiz>": 0.25,
+        "task/word": None,
+        "task_s": 12.0,
+    }
     tasks |= {f"task/{n}": n / 8 for n in range(5)}
     records.append({"step": 4, "val_loss": 3.5, **tasks, "spike": {"action": "skip"}})
     lines = [{"step": n, "prompt": "<p>", "text": f"t{n}", "seconds": 0.5, "reference": f"r{n}"} for n in range(1, 14)]
-    lines.append({"step": 2, "prompt": "q", "text": "u", "seconds": 0.25})
+    lines.append({"step": 2, "prompt": "<q>", "text": "<u>", "seconds": 0.25})
     samples = "".join(json.dumps(line) + "\n" for line in lines)
-    config = "[train]\nsteps = 20 # command line\nepochs = 0 # default\n\n[log]\nevery = 1 # default\n"
-    return write_run(folder / "run", records, samples_jsonl=samples, config_toml=config)
+    config = "[train]\nsteps = 20 # <command line>\nepochs = 0 # default\n\n[log]\nevery = 1 # default\n"
+    return write_run(folder / "<run>", records, samples_jsonl=samples, config_toml=config)
 
 
 def two_runs(folder: Path) -> list[Path]:
     """Runs of two hours with another learning rate; one was killed, changed and failed, and has no validation."""
     runs = []
-    for name, rate in (("first", 0.001), ("second", 0.002)):
+    for name, rate in (("<first>", 0.001), ("second", 0.002)):
         records = [step(5 * n, loss=loss, seconds=2400.1) for n, loss in ((1, 8.0 + rate), (2, 7.0), (3, 6.0))]
-        config = {"optim.lr": rate, "run.name": name, "log.every": 1}
+        config = {"optim.lr": rate, "run.name": name, "log.every": 1, f"<key> {rate}": True}
         history = attempt(0, 0, config)
         more = {}
-        if name == "first":
-            records.append({"step": 12, "val_loss": 6.5, "val_loss_stderr": 0.25, "val_bits_per_byte": 2.0})
+        if name == "<first>":
+            records.append(
+                {"step": 12, "val_loss": 6.5, "val_loss_stderr": 0.25, "val_bits_per_byte": 2.0, "task/<q>": 0.5}
+            )
             history += json.dumps({"attempt": 0, "ended": "complete", "last_step": 15, "end_time": 1.8e9}) + "\n"
         else:
-            second = json.loads(attempt(1, 10, config | {"optim.lr": 0.004, "log.every": 2}))
-            history = history.replace('"tasks": {}', f'"tasks": {{"quiz": "{"a" * 64}"}}')
-            history += json.dumps(second | {"tasks": {"quiz": "b" * 64}}) + "\n"
+            second = json.loads(attempt(1, 10, config | {"optim.lr": 0.004, "log.every": 2, "optim.new": 3}))
+            history = history.replace('"tasks": {}', f'"tasks": {{"<quiz>": "{"a" * 64}"}}')
+            history += json.dumps(second | {"tasks": {"<quiz>": "b" * 64, "new": "c"}}) + "\n"
             more, records[-1]["attempt"] = {"run_json": about("failed", "it broke\nmore")}, 1
         runs.append(write_run(folder / name, records, attempts_jsonl=history, **more))
     return runs[::-1]  # the table begins with the best, which is not the first

@@ -39,7 +39,7 @@ def test_a_killed_run_does_not_run_for_ever(run: Path, capsys: pytest.CaptureFix
     assert json.loads((run / "run.json").read_text())["status"] == "running"
     assert report.main([str(run), "--table"]) == 0
     assert re.search(r"stopped unexpectedly, last record \d+\w* ago", capsys.readouterr().out)
-    (run / "checkpoints/step-00000004.bak").mkdir()  # somebody's copy
+    shutil.copytree(run / "checkpoints/step-00000004", run / "checkpoints/step-00000004.bak")  # somebody's copy
     out = said(capsys, run, 1)
     assert re.search(rf"^run     {run}: stopped unexpectedly, last record \w+ ago$", out, re.M)
     assert re.search(r"^step    5 of 8, \w+ ago, loss \d\.\d{4}$", out, re.M)
@@ -57,12 +57,15 @@ def test_a_failure_and_a_lock_and_damage(run: Path, capsys: pytest.CaptureFixtur
     newest = attempts.records(run)[-1] | {"time": time.time() + 100}  # the clock of another machine
     with (run / "metrics.jsonl").open("a") as file:
         for n in range(1, 13):  # the rate is the median of the last ten
-            record = newest | {"step": 5 + n, "tokens_per_second": 1000 + n, "loss": None}
-            file.write(json.dumps(record) + "\n")
+            for record in (
+                newest | {"tokens_per_second": 1000 + n, "loss": None},
+                {"upload_s" if n % 2 else "upload_error": "no route", "time": newest["time"], "attempt": 1},
+            ):
+                file.write(json.dumps(record | {"step": 5 + n}) + "\n")
     out = said(capsys, run, 1)
     assert f"run     {run}: failed: step 6: it ? broke\n" in out
     assert "step    17 of 8, 0s ago, loss not finite\n" in out
-    assert "speed   1,008 tokens per second, " in out
+    assert "bucket  step 17 is not in the bucket: no route, 0s ago\nspeed   1,008 tokens per second, " in out
     with (run / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert f"run     {run}: starting\n" in said(capsys, run, 0)
