@@ -156,7 +156,7 @@ def test_an_encoder_decoder_scores_as_in_its_validation(pairs: Path, tmp_path: P
     assert list(again["texts"].values()) == [row]
     weights.export(pairs / "run", tmp_path / "export")  # whose config says nothing about pairs
     (theirs,) = scored(1, tmp_path / "export", f"--data={pairs / 'prepared'}", out=tmp_path / "theirs.json")
-    assert theirs["texts"] == {str(pairs / "prepared"): pytest.approx(row | {"seq_len": 512}, rel=1e-5)}
+    assert theirs["texts"] == {str(pairs / "prepared"): pytest.approx(row | {"seq_len": 37}, rel=1e-5)}
 
 
 def test_a_prepared_folder_scores_as_its_text(finished: Path, text: Path, tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def _scores_of_rows(opened: Opened, texts: Texts, process: Process) -> Iterator[
     config = opened.config or Config.model_validate(
         {
             "model": opened.model.config.model_dump(),
-            "train": {"seq_len": SOURCE_LEN},
+            "train": {"seq_len": min(opened.model.config.max_seq_len, SOURCE_LEN)},
             "data": {"objective": "pairs", "target_len": TARGET_LEN},
         }
     )
@@ -221,7 +221,7 @@ def _window_of(path: Path) -> int:
     folder = paths.expand(path)
     if (folder / "config.json").is_file():
         model = hf.config_of(folder)
-        return SOURCE_LEN if FAMILIES[model.family].encoder_decoder else min(model.max_seq_len, LONGEST)
+        return min(model.max_seq_len, SOURCE_LEN if FAMILIES[model.family].encoder_decoder else LONGEST)
     return int(config_to_resume(folder, "").get("train.seq_len", LONGEST))
 
 
