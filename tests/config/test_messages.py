@@ -113,6 +113,7 @@ INVALID: list[list[str]] = [
     [*PAIRS, "--data.target_len=0"],
     [*PAIRS, "--data.target_key=a"],
     ["--data.objective=pairs", "--data.target_len=8", "--data.source_key=a"],
+    ["--data.objective=pairs", "--data.target_len=8", "--data.source_prefix=a"],
     [*PAIRS, "--train.seq_len=1000", "--data.target_len=100"],
     ["--profile.steps=[12, 10]"],
     ["--profile.steps=[1, 2, 3]"],
@@ -209,6 +210,7 @@ MACHINES: list[tuple[list[str], int, int, int]] = [  # the same, with the proces
     (["--run.device=cpu"], 8, 2, 4),
     ([], 8, 4, 4),
     (["--speed.float8", "--mixed-precision", *T5], 1, 1, 1),
+    (["--speed.float8", "--mixed-precision", "--fsdp.precision_overrides=[{match='*',param_dtype='fp32'}]"], 1, 1, 1),
 ]
 FILES = [
     ["--model.family=mamba", "--model.size=7B"],

@@ -414,6 +414,7 @@ ENTRIES: list[tuple[Any, tuple[str, ...]]] = [
     ("@/" + "x" * 300, ()),
     *(("@", (suffix,)) for suffix in ("md", ".csv", ".zst", ".a/b", "", ". x", "mod:Own")),
     (["@/sub", "@/sub"], ()),
+    ("@/sub/lost.csv", ()),
 ]
 DAMAGE: list[tuple[str, Any]] = [
     *(("meta.json", content) for content in (b"", b"{", b"\xff", b"[1]", b'{"format_version": 6}')),

@@ -67,7 +67,7 @@ def _pair_rules(config: Config) -> Rules:
     keys = [data.source_key, data.target_key]
     if (any(keys) or data.source_prefix) and (not all(keys) or keys[0] == keys[1]):
         yield (
-            "data.source_key data.target_key",
+            "data.source_key data.target_key data.source_prefix",
             f"data.source_key = {data.source_key!r} and data.target_key = {data.target_key!r} should name the columns "
             'or keys of a source and of its target, e.g. data.source_key = "text" and data.target_key = "headline"',
         )

@@ -95,7 +95,7 @@ def float8_rules(config: Config, machine: Machine) -> Rules:
         "fsdp.param_dtype fsdp.precision_overrides": (
             dtypes,
             'needs fsdp.param_dtype = "bfloat16" for all groups, as its matmuls return bfloat16, but some have '
-            f'"{min(map(str, dtypes), default="")}"; fsdp.param_dtype = "bfloat16" works',
+            f'"{min(map(str, dtypes), default="")}"; fsdp.param_dtype = "bfloat16" works, without an override',
         ),
         "fsdp.reshard_after_forward": (
             not isinstance(fsdp.reshard_after_forward, bool | str),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.commands import SEVERAL
-from torchtitan_lite.config.paths import files_below, matching, unfound
+from torchtitan_lite.config.paths import files_below, matching, problem, unfound
 from torchtitan_lite.config.registry import is_module_name
 from torchtitan_lite.config.sections.data import JSON_LINES, READERS
 from torchtitan_lite.errors import DataError
@@ -179,7 +179,7 @@ def _left_out(file: Path, suffixes: Sequence[str], *, named: bool, as_1_0: bool)
     reader = kind(file, (*suffixes, "") if named else suffixes)
     if not reader or not file.is_file() or (as_1_0 and reader in JSON_LINES):
         if named:
-            raise DataError(f"{file}: only {READABLE} can be read; {_NAMES_MORE}")
+            raise DataError(problem(file) or f"{file}: only {READABLE} can be read; {_NAMES_MORE}")
         return file.suffix or file.name
     return "" if as_1_0 or file.stat().st_size else "empty"
 
