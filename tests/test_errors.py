@@ -126,9 +126,9 @@ def test_too_little_memory_has_an_advice(values: dict[str, dict[str, object]], e
 
 @pytest.mark.parametrize(
     "error",
-    [KeyError("a"), TypeError(), AttributeError("a"), ValueError("a")],
+    [KeyError("a"), TypeError(), AttributeError("a"), ValueError("a"), ValueError("\n")],
 )
 def test_a_bug_keeps_its_traceback(error: Exception) -> None:
-    assert errors.text_of(error) in ("'a'", "a", "TypeError()"), "never empty in a run's record"
+    assert errors.text_of(error) in ("'a'", "a", "TypeError()", "ValueError('\\n')"), "never empty in a run's record"
     with pytest.raises(type(error)):
         run_cli("x", _raise(error))

@@ -1432,9 +1432,47 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "a model that the API opens": (
         lambda more: told(
             lambda _: str(api.load_model("run", **more)),
-            answers={"api__loading__open_model": refuse, "api__loading__device_of": str, "api__paths__expand": Path},
+            answers={
+                "api__loading__open_model": lambda *given: Stub(
+                    model=Stub(requires_grad_=lambda: given),
+                    **{"tokenizer": "t", "ends": (7, 8), "notes": [], "prefix": "to: ", "config": "c", "begin": (9,)},
+                ),
+                **{"api__loading__device_of": str, "api__paths__expand": Path},
+            },
         ),
         [({},), ({"device": "cuda", "dtype": torch.bfloat16, "tokenizer": Path("t.json")},)],
+    ),
+    "a copy of a run": (
+        lambda url: told(
+            lambda _: str(bucket.copy_of_run(url, Path("/no/such"))),
+            answers={
+                "bucket__Bucket": lambda url: Stub(
+                    fetch_run=lambda *given, **more: print(url, *given, more) or ({}, ["a is damaged", "b is gone"])
+                )
+            },
+        ),
+        [("s3://x/run/",), ("s3://x/run/checkpoints/step-00000007",)],
+    ),
+    "a copy of data": (
+        lambda problem: told(
+            lambda stand_in: [
+                bucket.copy_of_data(
+                    "s3://x",
+                    b'{"files": {"a": {"bytes": 3, "sha256": "f"}, "meta.json": '
+                    b'{"bytes": 9, "sha256": "e"}, "c": {"bytes": 4, "sha256": "d"}}}',
+                    Path(os.environ["COPIES"]),
+                ).name
+                for _ in "ab"
+            ],
+            env={"COPIES": f"{os.environ['XDG_CACHE_HOME']}/{problem}"},
+            answers={
+                "bucket__Bucket": lambda url: Stub(
+                    fetch=lambda name, folder, *given: print(url, name, folder.name, *given) or problem * (name == "c")
+                ),
+                "bucket__tqdm": lambda **how: print(how) or contextlib.nullcontext(Stub(update="update")),
+            },
+        ),
+        [("",), ("it is gone",)],
     ),
     "fetched": (
         lambda n: told(
