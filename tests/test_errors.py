@@ -87,8 +87,9 @@ def test_torchrun_learns_which_error_came_first_and_ends_if_a_restart_would_fail
         happened.clear()
         run_cli("x", _raise(error), rank)
         assert (capsys.readouterr().err, happened) == (said, done)
-        message = json.loads((tmp_path / "error.json").read_text())["message"]
-        assert message == {"message": said.splitlines()[0], "extraInfo": {"timestamp": when}}
+        assert json.loads((tmp_path / "error.json").read_text()) == {
+            "message": {"message": said.splitlines()[0], "extraInfo": {"timestamp": when}}
+        }
 
 
 @pytest.mark.parametrize(
@@ -126,9 +127,23 @@ def test_too_little_memory_has_an_advice(values: dict[str, dict[str, object]], e
 
 @pytest.mark.parametrize(
     "error",
-    [KeyError("a"), TypeError(), AttributeError("a"), ValueError("a")],
+    [KeyError("a"), TypeError(), AttributeError("a"), ValueError("a"), ValueError("\n")],
 )
-def test_a_bug_keeps_its_traceback(error: Exception) -> None:
-    assert errors.text_of(error) in ("'a'", "a", "TypeError()"), "never empty in a run's record"
+def test_a_bug_keeps_its_traceback(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in torchrun's summary; and its machine is noted."""
+    monkeypatch.setattr(
+        os,
+        "environ",
+        {
+            "TORCHTITAN_LITE_FAILED": f"{tmp_path}/nodes",
+            "SLURMD_NODENAME": "node7",
+            "TORCHELASTIC_ERROR_FILE": f"{tmp_path}/error",
+        },
+    )
     with pytest.raises(type(error)):
         run_cli("x", _raise(error))
+    assert [
+        (tmp_path / "nodes").read_text(),
+        "Traceback" in (tmp_path / "error").read_text(),
+        errors.text_of(error) in ("'a'", "a", "TypeError()", "ValueError('\\n')"),  # never empty in a run's record
+    ] == ["node7\n", True, True]

@@ -619,7 +619,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             environment__usable_cores=lambda: cores,
         ),
         [
-            *((n, "", 6) for n in ("0", "1", "4096", "4097", "-1", "x", "")),
+            *((n, "", 6) for n in ("0", "1", "4096", "4097", "-1", "x", "", " 2 , 1")),
             *(("2", *of) for of in (("1", 6), ("4", 6), ("7", 6), ("3", 8), ("2", 1))),
         ],
     ),

@@ -790,7 +790,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "bytes that were moved": (
         lambda text: told(
-            lambda _: progress.moved(),
+            lambda _: [progress.advance(4), progress.moved()],  # type: ignore[func-returns-value]
             answers={"progress___bytes": 3, "progress__Path": lambda _: Stub(read_text=text)},
         ),
         [
@@ -1729,12 +1729,73 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [()],
     ),
+    "batches of the API": (
+        lambda first: told(
+            lambda _: [*api.Data(Stub(), Stub(), "data").batches(first)],  # type: ignore[arg-type]
+            answers={
+                "api__phases__steps": lambda _, data, state: [
+                    (
+                        *(step, range(5 * step, 9 * step)),
+                        config_of(
+                            {"train.micro_batch_size": step, "run.seed": 7 - step, "data.document_mask": step > 1}
+                        ),
+                        f"{data} of step {state.step}",
+                    )
+                    for step in (1, 2, 3)
+                ],
+                "api__Loader": lambda mixture, **how: Stub(batch=lambda *given: [mixture, how, *given]),
+            },
+        ),
+        [(1,), (3,)],
+    ),
+    "tokens of the API": (
+        lambda text: api.Tokenizer(Stub(encode=lambda *given, **how: Stub(ids=[*given, how])), ()).encode(text),
+        [("a text",)],
+    ),
     "a model that the API opens": (
         lambda more: told(
             lambda _: str(api.load_model("run", **more)),
-            answers={"api__loading__open_model": refuse, "api__loading__device_of": str, "api__paths__expand": Path},
+            answers={
+                "api__loading__open_model": lambda *given: Stub(
+                    model=Stub(requires_grad_=lambda: given),
+                    **{"tokenizer": "t", "ends": (7, 8), "notes": [], "prefix": "to: ", "config": "c", "begin": (9,)},
+                ),
+                **{"api__loading__device_of": str, "api__paths__expand": Path},
+            },
         ),
         [({},), ({"device": "cuda", "dtype": torch.bfloat16, "tokenizer": Path("t.json")},)],
+    ),
+    "a copy of a run": (
+        lambda url: told(
+            lambda _: str(bucket.copy_of_run(url, Path("/no/such"))),
+            answers={
+                "bucket__Bucket": lambda url: Stub(
+                    fetch_run=lambda *given, **more: print(url, *given, more) or ({}, ["a is damaged", "b is gone"])
+                )
+            },
+        ),
+        [("s3://x/run/",), ("s3://x/run/checkpoints/step-00000007",)],
+    ),
+    "a copy of data": (
+        lambda problem: told(
+            lambda stand_in: [
+                bucket.copy_of_data(
+                    "s3://x",
+                    b'{"files": {"a": {"bytes": 3, "sha256": "f"}, "meta.json": '
+                    b'{"bytes": 9, "sha256": "e"}, "c": {"bytes": 4, "sha256": "d"}}}',
+                    Path(os.environ["COPIES"]),
+                ).name
+                for _ in "ab"
+            ],
+            env={"COPIES": f"{os.environ['XDG_CACHE_HOME']}/{problem}"},
+            answers={
+                "bucket__Bucket": lambda url: Stub(
+                    fetch=lambda name, folder, *given: print(url, name, folder.name, *given) or problem * (name == "c")
+                ),
+                "bucket__tqdm": lambda **how: print(how) or contextlib.nullcontext(Stub(update="update")),
+            },
+        ),
+        [("",), ("it is gone",)],
     ),
     "fetched": (
         lambda n: told(
@@ -1766,11 +1827,18 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "a model of the API": (
         lambda values: told(
             lambda _: api.build_model(config_of({"run.device": "cpu"} | values), 517),
-            *(f"api__{name}" for name in ("freeze", "cpu__apply", "materialize")),
+            *(f"api__{name}" for name in ("freeze", "cpu__apply", "materialize", "full_state__copy_rows")),
             *(f"api__recompute_and_compile__{name}" for name in ("apply_activation_checkpointing", "apply_compile")),
-            answers={"api__models__build": lambda _config, size, _losses: f"model of {size}"},
+            *(f"api__compatibility__{name}" for name in ("require_same_weights", "require_finite")),
+            answers={
+                "api__models__build": lambda _config, size, _losses: f"model of {size}",
+                "api__model_tensors": lambda model: f"tensors of {model}",
+                "api__weights__find_weights": lambda path, _config: (path.parent, []),
+                "api__weights__open_weights": lambda folder, _config: f"weights in {folder}",
+            },
         ),
         [
+            ({"model.init_from": "runs/x"},),
             ({"optim.freeze": ["layers.0.*"], "activation_checkpointing.mode": "full", "run.seed": 3},),
             (PAIRS | {"model.family": "t5", "compile.enabled": True, "speed.fused_functions": False},),
         ],

@@ -324,11 +324,17 @@ def test_one_start_has_the_run_and_a_displaced_one_changes_nothing(case: Any, n:
 
 
 def test_a_start_keeps_no_older_history_mixes_no_runs_and_writes_nothing_elsewhere(tmp_path: Path) -> None:
-    own, history = Bucket("memory://histories"), tmp_path / "run/attempts.jsonl"
-    own.fs.pipe_file("00000002-aaaaaaaa/attempts.jsonl", b'{"claim": "00000002-aaaaaaaa"}\n')
+    own, history, moved = Bucket("memory://histories"), tmp_path / "run/attempts.jsonl", list[int]()
+    own.fs.pipe(
+        {  # of two starts, and of a third one that has not uploaded its history
+            "00000001-cccccccc/attempts.jsonl": b'{"claim": "00000001-cccccccc"}\n',
+            "00000002-bbbbbbbb/attempts.jsonl": b'{"claim": "00000002-bbbbbbbb", "reason": "aaaaaaaa"}\n',
+            "00000009-dddddddd/metrics.jsonl": b"dddddddd",
+        }
+    )
     history.parent.mkdir()
-    # as long, but of a start that uploaded nothing; and of two starts, the later of which did not yet
-    for claims, is_newer in (["1"], False), (["1", "3"], True):
+    # as long, but of a start that uploaded nothing; of that start, which has not ended; and of a later one
+    for claims, is_newer in (["1"], False), (["2"], True), (["1", "3"], True):
         history.write_text("".join(f'{{"claim": "0000000{claim}-bbbbbbbb"}}\n' for claim in claims))
         own.fetch_run(history.parent)
         assert ("aaaaaaaa" in history.read_text()) != is_newer
@@ -336,15 +342,19 @@ def test_a_start_keeps_no_older_history_mixes_no_runs_and_writes_nothing_elsewhe
     with pytest.raises(ConfigError, match="different runs"):
         own.fetch_run(history.parent)
     assert history.read_text() == '{"claim": ""}\n'
-    own.fs.pipe_file("checkpoints/../../stolen", b"")
+    own.fs.pipe_file("checkpoints/../../stolen", bytes(9 << 20))
     for key, sha256, said in (
         ("checkpoints/../../stolen", "another", f"{own.url}/checkpoints/../../stolen: its SHA-256 does not match"),
-        ("checkpoints/../../stolen", hashlib.sha256().hexdigest(), ""),
+        ("checkpoints/../../stolen", hashlib.sha256(bytes(9 << 20)).hexdigest(), ""),
         ("gone", hashlib.sha256().hexdigest(), f"{own.url}/gone is missing"),
     ):
-        found = own.fetch(key, history.parent, 0, sha256)
+        found = own.fetch(key, history.parent, 0, sha256, moved.append)
         assert (found.startswith(said), bool(found)) == (True, bool(said))
-    assert sorted(os.listdir(history.parent)) == ["attempts.jsonl", "stolen"]  # no .part
+    # no .part, all of a file, and the watchdog sees bytes move
+    assert ({file.name: file.stat().st_size for file in history.parent.iterdir()}, moved) == (
+        {"attempts.jsonl": 14, "stolen": 9 << 20},
+        [8 << 20, 1 << 20] * 2,
+    )
     with pytest.raises(BusyError, match=r"memory://histories/x takes .* GiB, but .*/run has only .* free"):
         own.fetch("x", history.parent, 1 << 63, "")
 
@@ -390,7 +400,14 @@ def test_a_key_that_may_not_write_is_refused_before_training(
         (OSError(38, "implies functionality that is not implemented"), "If-None-Match", 2),
         (OSError(22, "the region 'us-east-1' is wrong; expecting 'eu-west-1'"), "AWS_DEFAULT_REGION", 2),
         (type("NoCredentialsError", (Exception,), {})("Unable to locate credentials"), "AWS_ACCESS_KEY_ID", 2),
+        (OSError(5, "PermanentRedirect"), "AWS_DEFAULT_REGION", 2),
+        (
+            type("Failed", (OSError,), {"__cause__": PermissionError("denied")})("failed"),
+            "credentials must be valid",
+            2,
+        ),
         (ConnectionError("reset"), "ConnectionError: reset", 1),
+        (BusyError("as it is"), "^as it is$", 1),
     ],
 )
 def test_an_error_of_the_protocol_is_a_sentence(error: Exception, said: str, code: int) -> None:

@@ -113,7 +113,10 @@ def test_each_model_is_exported_as_this_and_comes_back(tmp_path: Path) -> None:
             found[name] = {"theirs": str(theirs), "ours": str(changed(configs.from_hf_config(theirs)))}
             (tmp_path / "config.json").write_text(json.dumps(theirs))
             save_file({"lm_head.weight": torch.ones(1)} if not model(values).tie_embeddings else {}, tmp_path / MODEL)
-            assert find_weights(tmp_path, model(values))[0] == tmp_path
+            assert {  # a window beyond max_seq_len is none
+                find_weights(tmp_path, model(values | more))[0]
+                for more in ({}, {"window": 500} if values.get("window") == 0 else {})
+            } == {tmp_path}
     assert_recorded(found, HERE / "recorded_exports.json")
 
 
@@ -135,8 +138,16 @@ SMALLEST: dict[str, dict[str, Any]] = {
 MORE: list[dict[str, Any]] = [
     *(
         {"rope_scaling": rope}
-        for rope in (LLAMA3, {**LLAMA3, "rope_theta": 7e4}, {"type": "llama3"}, {"type": "linear"})
+        for rope in (
+            LLAMA3,
+            {**LLAMA3, "rope_theta": 7e4},
+            {**LLAMA3, "factor": 1.0},
+            {"type": "llama3"},
+            {"type": "linear"},
+        )
     ),
+    {"rope_parameters": {"rope_theta": 7e4}, "rope_scaling": LLAMA3},
+    {"rope_parameters": {"partial_rotary_factor": 0.5}},
     *({"rope_parameters": rope} for rope in (LLAMA3, {"rope_theta": 7e4}, {"rope_theta": None}, {"factor": 2.0}, 3)),
     {"rope_parameters": {"rope_theta": 7.0, **dict.fromkeys(configs.SCALED)}, "rope_theta": 8.0},
     {"rope_parameters": {FULL: {"rope_theta": 7e4}, SLIDING: {"rope_theta": 7e4}}},
@@ -174,9 +185,19 @@ MORE: list[dict[str, Any]] = [
     {"partial_rotary_factor": 0.5},
     # neutral values: they read as if they were not there
     *({"rope_scaling": {"type": kind, "factor": 1.0}} for kind in ("linear", "dynamic", "yarn")),
+    {"rope_scaling": {"type": "yarn", "factor": 1.0, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None}},
+    {"rope_scaling": {"type": "yarn", "factor": 1.0, "attention_factor": 1.5}},
+    {"rope_scaling": {"type": "linear", "factor": 1.0}, "rope_parameters": {FULL: {"rope_theta": 5e5}}},
     {"rope_parameters": {"rope_type": "linear", "factor": 1, "rope_theta": 7e4, "partial_rotary_factor": 1.0}},
     {"partial_rotary_factor": 1.0, "attention_bias": None, "quantization_config": None, "hidden_dropout": 0.0},
-    {"use_mrope": False, "num_nextn_predict_layers": 0, "logit_scale": None, "made_up": None, "made_up_too": []},
+    {
+        "use_mrope": False,
+        "num_nextn_predict_layers": 0,
+        "logit_scale": None,
+        "made_up": None,
+        "made_up_too": [],
+        "as_well": {},
+    },
     {"made_up": 0},
     *({"num_hidden_layers": n} for n in (1, 2, 3, 4, 8)),
     {"model_type": "mamba"},
@@ -211,7 +232,7 @@ def test_what_each_key_of_theirs_means() -> None:
     """In the smallest file of each model type, other values of each key that it reads or that has to have one value."""
     usual = {kind: configs.from_hf_config(content) for kind, content in SMALLEST.items()}
     found: dict[str, Any] = {kind: str(keys) for kind, keys in usual.items()}
-    found["not read"] = " ".join(sorted(configs.UNREAD))
+    found |= {"not read": " ".join(sorted(configs.UNREAD)), "neutral": str(configs._NEUTRAL)}
     widths = {"n_embd": 8, "head_dim": 8, "hidden_size": 24, "num_attention_heads": 6, "feed_forward_proj": ""}
     for kind, content in SMALLEST.items():
         reads, fixed = configs.KINDS[kind].keys, configs.KINDS[kind].fixed(widths)
@@ -241,7 +262,8 @@ FOREIGN: list[tuple[str, tuple[int, ...], str]] = [  # masks and rotary tables o
     *((f"h.0.attn.c_attn.{name}", shape, "gpt") for name, shape in (("bias", (3,)), ("weight", (2, 3)))),
     ("h.0.rotary_emb.inv_freq", (2,), "llama"),
     *(("model.x", (2,), family) for family in ("gpt", "llama", "t5")),
-    ("decoder.embed_tokens.weight", (2, 2), "t5"),
+    *((f"{stack}.embed_tokens.weight", (2, 2), "t5") for stack in ("encoder", "decoder")),
+    *((f"model.layers.0.self_attn.q_proj.{part}.weight", (2, 2), "llama") for part in ("lora_A", "base_layer")),
     ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight", (2, 2), "t5"),
     ("model.layers.0.mlp.experts.0.up_proj.weight", (2, 3), "olmoe"),  # one of two: its shape is that of one
     ("model.layers.0.linear_attn.q_conv1d.weight", (6, 1, 4), "olmo_hybrid"),

@@ -151,9 +151,9 @@ def test_a_rank_that_ends_ends_the_others_which_name_it(
     died = "a process died: rank 1 (last seen: step 4, fetching its batch). If that process printed no error, "
     about = newest_status(run)
     reset = () if others else [f"rank {rank}, step 4: connection reset: " for rank in (0, 2)]
-    assert about["status"] == "failed"
-    assert about["reason"].partition(died)[0] in (reset or [""])
-    assert "a process died: rank 1" in python(str(run), script="-m torchtitan_lite.status").stdout
+    assert (about["status"], about["reason"].partition(died)[0] in (reset or [""])) == ("failed", True)
+    shown = python(str(run), script="-m torchtitan_lite.status")
+    assert ("a process died: rank 1" in shown.stdout, shown.returncode) == (True, 1)
 
 
 @extended

@@ -174,7 +174,20 @@ NOW = [
 KNOWN = [
     *("train.steps", "train.seq_len", "eval.every", "log.every", "optim.lr", "data.path", "world-size", "per-node"),
 ]
-TYPED = ["--nproc=2", "--train.stepz=5", "--retri", "train.steps=5", "my.toml", "word", "--x", "value", "--x=1", "y"]
+TYPED = [
+    "--nproc=2",
+    "--train.stepz=5",
+    "--retri",
+    "train.steps=5",
+    "my.toml",
+    "word",
+    "--x",
+    "value",
+    "--x=1",
+    "y",
+    "--NPROC=2",
+    "config=my.toml",
+]
 NAMES = ["layers.0.attention.wq.weight", "layers.1.attention.wq.weight", "norm.weight"]
 KEYS: dict[str, Any] = {f"key{i:02}": i for i in range(20)} | {"hash": "ab" * 32, "gone": 1, "same": 2}
 
@@ -425,7 +438,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         lambda word: hints.nearest(word, KNOWN),
         [
             *(("train.step",), ("every",), ("EVAL.EVERYY",), ("lr",), ("nproc",), ("learning_rate",), ("log.steps",)),
-            *(("seq-len",), ("gpus_per_node",)),
+            *(("seq-len",), ("gpus_per_node",), ("log.dataset",), ("zzzz.every",)),
         ],
     ),
     "meant": (lambda: {word: hints.nearest(word, sorted({*hints._MEANT.values()})) for word in hints._MEANT}, [()]),
@@ -445,6 +458,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             (KEYS, {f"key{i:02}": i * (i % 9 > 1) for i in range(21)} | {"same": 2}),
             ({"hash": "ab" * 32, "gone": None}, {"hash": "cd" * 32}),
             (KEYS, {}),
+            ({"path": "ab" * 33}, {"path": "ab" * 31}),
             *((dict.fromkeys(range(n), 0), {}) for n in (16, 17)),
         ],
     ),
