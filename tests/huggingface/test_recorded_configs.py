@@ -262,7 +262,7 @@ FOREIGN: list[tuple[str, tuple[int, ...], str]] = [  # masks and rotary tables o
     *((f"h.0.attn.c_attn.{name}", shape, "gpt") for name, shape in (("bias", (3,)), ("weight", (2, 3)))),
     ("h.0.rotary_emb.inv_freq", (2,), "llama"),
     *(("model.x", (2,), family) for family in ("gpt", "llama", "t5")),
-    *((f"{stack}.embed_tokens.weight", (2, 2), "t5") for stack in ("encoder", "decoder")),
+    *((f"module.{stack}.embed_tokens.weight", (2, 2), "t5") for stack in ("encoder", "decoder")),
     *((f"model.layers.0.self_attn.q_proj.{part}.weight", (2, 2), "llama") for part in ("lora_A", "base_layer")),
     ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight", (2, 2), "t5"),
     ("model.layers.0.mlp.experts.0.up_proj.weight", (2, 3), "olmoe"),  # one of two: its shape is that of one

@@ -40,10 +40,10 @@ def expected(mesh: str) -> tuple[int, int, int]:
 
 @pytest.fixture(scope="module")
 def by_mesh() -> dict[str, list[list[dict[str, Tensor]]]]:
-    """Results of each rank, for no step and for the last one withheld: 1 and 3 ranks, and 2 copies of 2 shards, with
+    """Results of each rank, for no step and for the last one withheld: 1 and 3 ranks, and 2 copies of 2 and 1 shards, with
     uneven and empty shards, by rows and by columns.
     """
-    return {mesh: run_distributed(on_ranks.muon, MESHES[mesh][0], mesh, (0, 3)) for mesh in ("1", "3c", "2x2")}
+    return {mesh: run_distributed(on_ranks.muon, MESHES[mesh][0], mesh, (0, 3)) for mesh in ("1", "3c", "2x2", "2x1")}
 
 
 def test_updates_are_the_same_on_any_mesh_bit_for_bit(by_mesh: dict[str, list[list[dict[str, Tensor]]]]) -> None:
