@@ -25,7 +25,16 @@ from torchtitan_lite.optim.optimizer import build_optimizer
 
 WAYS = [(kind, api) for kind in ("full", "sharded") for api in ("dtensor", "dcp")]
 # mesh -> number of ranks and of copies; no number of rows below divides evenly. "c": COLUMNS are split by columns
-MESHES = {"1": (1, 1), "2": (2, 1), "2x1": (2, 2), "3": (3, 1), "3c": (3, 1), "4": (4, 1), "2x2": (4, 2), "2x2c": (4, 2)}
+MESHES = {
+    "1": (1, 1),
+    "2": (2, 1),
+    "2x1": (2, 2),
+    "3": (3, 1),
+    "3c": (3, 1),
+    "4": (4, 1),
+    "2x2": (4, 2),
+    "2x2c": (4, 2),
+}
 COLUMNS = ["tok_embeddings.*", "*.w[kq1].weight"]
 SHAPE = {"dim": 36, "n_heads": 6, "hidden_dim": 50, "n_layers": 1, "max_seq_len": 8, "tie_embeddings": True}
 MODELS: dict[str, dict[str, Any]] = {
