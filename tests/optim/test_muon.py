@@ -40,8 +40,8 @@ def expected(mesh: str) -> tuple[int, int, int]:
 
 @pytest.fixture(scope="module")
 def by_mesh() -> dict[str, list[list[dict[str, Tensor]]]]:
-    """Results of each rank, for no step and for the last one withheld: 1 and 3 ranks, and 2 copies of 2 shards and of 1,
-    with uneven and empty shards, by rows and by columns.
+    """Results of each rank, for no step and for the last one withheld: 1 and 3 ranks, and 2 copies of 2 shards and of
+    1, with uneven and empty shards, by rows and by columns.
     """
     return {mesh: run_distributed(on_ranks.muon, MESHES[mesh][0], mesh, (0, 3)) for mesh in ("1", "3c", "2x2", "2x1")}
 
