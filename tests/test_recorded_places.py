@@ -725,6 +725,25 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [()],
     ),
+    "steps that are replayed": (
+        lambda *found: told(
+            lambda _: replay.compute(
+                Stub(watchdog=Stub(step=print), state=4, log=Stub(info=print)),
+                lambda s, step: (
+                    vars(s).update(state=step)
+                    or Stub(numbers=Stub(loss=1.5, grad_norm=0.5, rank_losses=[1.0, torch.nan if step == 6 else 2.0]))
+                ),
+                replay.Recorded(
+                    4, 6, "", {"6": {"loss": 1.5, "grad_norm": 0.5, "rank_losses": [1.0, None]}}, (), "advice"
+                ),
+            ),
+            answers={
+                "tools__replay__check_previous_step": Mock(side_effect=found),
+                "tools__replay__first_not_finite": lambda _s, _step, number, before: f"{number} after {before}",
+            },
+        ),
+        [(None, None), (None, errors.SpikeError("a spike")), (None, errors.NonFiniteError("not finite. More"))],
+    ),
     "an end token inside a document": (
         lambda *ends: told(
             lambda _: [
