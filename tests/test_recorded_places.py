@@ -744,6 +744,14 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [(None, None), (None, errors.SpikeError("a spike")), (None, errors.NonFiniteError("not finite. More"))],
     ),
+    "evaluate on a rank": (
+        lambda: told(
+            lambda _: evaluate.main(["m"]),
+            *(f"tools__evaluation__evaluate__{name}" for name in ("prepare_streams", "run_cli", "exit_process")),
+            env={"LOCAL_RANK": "3"},
+        ),
+        [()],
+    ),
     "an end token inside a document": (
         lambda *ends: told(
             lambda _: [
