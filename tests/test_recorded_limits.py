@@ -806,6 +806,12 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [(0, "cpu"), (0, "cuda")],
     ),
+    "the line of a validation": (
+        lambda bits, unigram: validation.eval_line(
+            7, validation.Score(1.5, NAN, bits, NAN, unigram), Stub(n_samples=3, samples=Stub(n_samples=4)), 0.25
+        ),
+        [(1.0, 2.0), (3.0, 2.0), (2.0, 2.0), (2.0, 0.0), (NAN, 2.0), (NAN, NAN)],
+    ),
     "a validation is compiled": (
         lambda: spied(
             "scoring__validation__evaluating",

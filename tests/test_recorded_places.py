@@ -33,6 +33,7 @@ from torchtitan_lite.config.rules import local
 from torchtitan_lite.config.schema import DataConfig, LogConfig, ModelConfig, RunConfig
 from torchtitan_lite.cpu import apply_shared_memory, float32_matmuls, widens
 from torchtitan_lite.data.prepare.cache import cache_folder
+from torchtitan_lite.data.prepare.tokenizer import byte_level
 from torchtitan_lite.distributed import evaluating, process_group
 from torchtitan_lite.distributed.process_group import Process
 from torchtitan_lite.optim.step_record import StepRecord
@@ -704,6 +705,60 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             },
         ),
         [("own", []), ("another", []), ("own", ["pairs.json"])],
+    ),
+    "the first module that is not finite": (
+        lambda: told(
+            lambda _: [
+                replay.first_not_finite(
+                    s := Stub(model=torch.nn.Sequential(torch.nn.Identity()), scaler=[1], state="after", pending="it"),
+                    lambda s, step: [print(step, s.state), s.scaler.append(2), s.model(TENSOR([torch.nan]))],  # type: ignore[arg-type,attr-defined,return-value]
+                    5,
+                    "before",  # type: ignore[arg-type]
+                ),
+                s.scaler,
+                s.pending,
+            ],
+            answers={
+                "tools__replay__values_of_ranks": lambda found: [[], found],
+                "tools__replay__torch__compiler__set_stance": lambda stance: contextlib.nullcontext(print(stance)),
+            },
+        ),
+        [()],
+    ),
+    "steps that are replayed": (
+        lambda *found: told(
+            lambda _: replay.compute(
+                Stub(watchdog=Stub(step=print), state=4, log=Stub(info=print)),
+                lambda s, step: (
+                    vars(s).update(state=step)
+                    or Stub(numbers=Stub(loss=1.5, grad_norm=0.5, rank_losses=[1.0, torch.nan if step == 6 else 2.0]))
+                ),
+                replay.Recorded(
+                    4, 6, "", {"6": {"loss": 1.5, "grad_norm": 0.5, "rank_losses": [1.0, None]}}, (), "advice"
+                ),
+            ),
+            answers={
+                "tools__replay__check_previous_step": Mock(side_effect=found),
+                "tools__replay__first_not_finite": lambda _s, _step, number, before: f"{number} after {before}",
+            },
+        ),
+        [(None, None), (None, errors.SpikeError("a spike")), (None, errors.NonFiniteError("not finite. More"))],
+    ),
+    "evaluate on a rank": (
+        lambda: told(
+            lambda _: evaluate.main(["m"]),
+            *(f"tools__evaluation__evaluate__{name}" for name in ("prepare_streams", "run_cli", "exit_process")),
+            env={"LOCAL_RANK": "3"},
+        ),
+        [()],
+    ),
+    "an end token inside a document": (
+        lambda *ends: told(
+            lambda _: [
+                each.tokens for each in documents._encoded(Stub(tokenizer=byte_level(), ends=ends), ["ab", "<eos>"])
+            ]
+        ),
+        [(0,), (7, byte_level().token_to_id("s"))],
     ),
     "losses of a model": (
         lambda texts, tasks: told(

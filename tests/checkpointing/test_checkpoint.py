@@ -84,7 +84,8 @@ def test_a_checkpoint_of_another_version_is_refused_with_one_sentence(
 ) -> None:
     """It is not damaged, and no earlier one is used."""
     run = Path(shutil.copytree(finished, tmp_path / "run"))
-    edit(checkpoint(run, 4) / "manifest.json", lambda m: m.update(format_version=2))
+    for step in (2, 4):
+        edit(checkpoint(run, step) / "manifest.json", lambda m: m.update(format_version=2))
     sentence = (
         f"{checkpoint(run, 4)} has format 2, but this version reads 6 and {storage.FORMAT_VERSION}: with the version "
         "that wrote it (format 2: commit 6b3ed8e, the last of 0.4), finish the run, or export the checkpoint (python "
@@ -93,7 +94,7 @@ def test_a_checkpoint_of_another_version_is_refused_with_one_sentence(
     for keys in ({"run__name": "run"}, {"checkpoint__resume": run}, {"model__init_from": run}):
         assert sentence in refused(ranks(1, *tiny(text, tmp_path, **keys, train__steps=6)))
     assert checkpoints.main(["verify", str(run)]) == 1
-    assert capsys.readouterr().out.count(f"UNREADABLE {sentence}") == 1
+    assert re.findall(r"UNREADABLE \S+0000000(\d) has format 2, .*\n", capsys.readouterr().out) == ["2", "4"]
 
 
 def test_the_order_of_writes_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,6 +187,7 @@ def test_import_opens_the_weights_and_says_what_a_start_would_say(theirs: Path, 
             {"config.json": None, "sub/config.json": b""},
             "above/sub/config.json is of a model: name its folder",
         ),
+        "diverged": ({MODEL: save(weights | {name: weights[name] * torch.nan})}, ""),  # import reads no values
         "nothing": (dict.fromkeys(plain), "nothing/config.json: .*hf download NAME"),
         "untold": ({"tokenizer.json": None}, "there is no file .*tokenizer.json: name .* with --tokenizer=FILE"),
         "other": ({"tokenizer.json": None, "spm.model": b"\n\x0e\n\x05<unk>\x15"}, r"from_pretrained\('.*other'\)"),
@@ -216,8 +217,12 @@ def test_import_opens_the_weights_and_says_what_a_start_would_say(theirs: Path, 
         with pytest.raises(UserError, match=f"(?s){message}") if message else contextlib.nullcontext():
             [*section(tmp_path / folder)]
     assert f'path = "{theirs}"' in [*section(tmp_path / "untold", theirs)]
-    with pytest.raises(CheckpointError, match="is of a LoRA adapter: merge_and_unload"):
-        open_model(tmp_path / "adapter", torch.device("cpu"), torch.float32)
+    for folder, message in (
+        ("adapter", "is of a LoRA adapter: merge_and_unload"),
+        ("diverged", "1 tensor of it with NaN or infinite values"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            open_model(tmp_path / folder, torch.device("cpu"), torch.float32)
 
 
 def test_another_context_is_accepted_where_positions_are_computed(theirs: Path) -> None:

@@ -647,7 +647,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "recipe": (
         checkpoints.recipe,
         [
-            (ModelConfig(family="gpt", dim=32, n_layers=2, n_heads=2, max_seq_len=37, vocab_size=517),),
+            (ModelConfig(family="gpt", dim=32, n_layers=2, n_heads=2, max_seq_len=20, vocab_size=517),),
             (ModelConfig(family="gpt", dim=256, n_layers=2, n_heads=2, max_seq_len=240, vocab_size=5000),),
             (ModelConfig(dim=1024, n_layers=12, n_heads=8, max_seq_len=8192, vocab_size=32000),),
             (

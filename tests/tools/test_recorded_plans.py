@@ -41,9 +41,21 @@ ROWS: dict[str, list[str]] = {  # by device and ranks
         *("--model.family=mistral", "--model.window=100", "--model.n_kv_heads=2", "--fsdp.dp_replicate=4"),
         *("--fsdp.reshard_after_backward=false", "--train.global_batch_size=96"),
     ],
-    "v100 3": [BF16, "--optim.name=sgd", "--train.epochs=1.5", "--train.global_batch_size=5", "--run.tf32=true"],
+    "v100 3": [
+        BF16,
+        "--optim.name=sgd",
+        "--train.epochs=1.5",
+        "--checkpoint.keep_best=true",
+        "--train.global_batch_size=5",
+        "--run.tf32=true",
+    ],
     "t4 2": [
-        *("--fsdp.param_dtype=float16", "--optim.freeze=tok_embeddings.*", "--train.steps=9", "--fsdp.grad_sync=last"),
+        *(
+            "--fsdp.param_dtype=float16",
+            "--optim.freeze=tok_embeddings.*,layers.0.attention.wq.*",
+            "--train.steps=9",
+            "--fsdp.grad_sync=last",
+        ),
         *(
             "--fsdp.reshard_after_backward=false",
             "--fsdp.sharding_strategy=HYBRID_SHARD",
@@ -55,10 +67,21 @@ ROWS: dict[str, list[str]] = {  # by device and ranks
         *("--model.family=gemma3", "--model.n_layers=2", "--model.window=50", "--fsdp.blocks_per_group=2"),
         *("--activation_checkpointing.mode=full", "--activation_checkpointing.every=2"),
     ],
-    "gb200 8": ["--model.family=olmo_hybrid", "--model.layer_pattern=delta", BF16, ADAMW],
+    "gb200 8": [
+        "--model.family=olmo_hybrid",
+        "--model.layer_pattern=delta",
+        BF16,
+        ADAMW,
+        "--checkpoint.keep_every=500",
+    ],
     "cpu 2": [
         *("--model.family=smollm3", "--activation_checkpointing.mode=selective", "--model.tie_embeddings=true"),
-        *("--data.objective=pairs", "--data.target_len=40", "--fsdp.output_dtype=float32", "--data.path=/gone/text"),
+        *(
+            "--data.objective=pairs",
+            "--data.target_len=40",
+            "--fsdp.output_dtype=float32",
+            "--data.path=/gone/text,/gone/more",
+        ),
     ],
     "h100 16": [
         *("--fsdp.sharding_strategy=HYBRID_SHARD", "--fsdp.explicit_prefetching=true", "--log.trackers=wandb"),
@@ -76,6 +99,10 @@ ROWS: dict[str, list[str]] = {  # by device and ranks
     "a100 4 phases": [
         *("--train.steps=1000000", "--train.global_batch_size=8", BF16),
         "--train.phases=[{from_step = 600000, train = {seq_len = 512, global_batch_size = 16}}]",
+    ],
+    "v100 4 later": [  # only the second phase does not fit
+        *("--train.steps=9", "--train.global_batch_size=8"),
+        "--train.phases=[{from_step = 5, train = {seq_len = 512, global_batch_size = 32000, micro_batch_size = 8000}}]",
     ],
     "a100-pcie 1 windows": [f"--config={ROOT}/configs/windows.toml", "--train.micro_batch_size=8"],
 }
