@@ -221,6 +221,7 @@ FILES = [
     *(["--config", f"{name}.toml"] for name in ("x", "saved/x", "list", "damaged", "latin", "none")),
     ["--data.path=['prepared', 'notes.md']", "--fsdp.dp_shard=2"],
     ["--run.out_dir=.", "--run.name=prepared", "--checkpoint.resume=~/prepared"],
+    ["--run.out_dir=~", "--run.name=prepared", "--checkpoint.resume=prepared"],
 ]
 CHECKED = [  # by train.py on the first of eight ranks
     *(
@@ -435,6 +436,7 @@ def test_the_message_of_each_mistake(
             None,
             ["--compile.enabled", "--speed.float8", "--log.trackers=wandb, examples.own_tracker:TABLE,tensorboard"],
         ),
+        "torchtitan_lite.config.rules.local.version": ("2.11.0", ["--fsdp.comm_memory=symmetric"]),
     }
     for name, (value, argv) in lacking.items():
         with monkeypatch.context() as patch:

@@ -238,6 +238,7 @@ COMMANDS = """
 @/literal.jsonl --out @/out19 --tokenizer @/llama.json
 @/tiny --out @/out20 --tokenizer bytes
 @/one.jsonl --out @/out21 --tokenizer bytes
+@/one.jsonl --out @/out21 --tokenizer bytes --val-fraction 0.999
 @/a --out @/out35 --tokenizer bytes --val-fraction 1e-9
 @/a --out @/out36 --tokenizer bytes --val-fraction 0.999999999999
 @/copies.jsonl --out @/out22 --tokenizer bytes
@@ -367,8 +368,11 @@ def test_tokenizers(tmp_path: Path) -> None:
         assert bytes_per_token(tokenizer, [0])[0] == 0, "an end token, also the first entry"
     (tmp_path / "no.json").write_text("{}")
     for name, content in OTHER_FORMATS.items():
-        (tmp_path / name).write_bytes(content)
-    found["wrong"] = [said(tmp_path, bpe.load, tmp_path / name) for name in ("no.json", "none", ".", *OTHER_FORMATS)]
+        write(tmp_path / f"{name} alone" / name, content)
+    found["wrong"] = [
+        said(tmp_path, bpe.load, tmp_path / name)
+        for name in ("no.json", "none", *(f"{name} alone{file}" for name in OTHER_FORMATS for file in ("", f"/{name}")))
+    ]
     (tmp_path / "words.json").rename(tmp_path / "tokenizer.json")
     assert bpe.load(tmp_path).to_str() == bpe.load(tmp_path / "tokenizer.json").to_str(), "a folder that has one"
     learned: list[tuple[list[str], int, bool]] = [
