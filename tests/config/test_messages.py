@@ -109,6 +109,8 @@ INVALID: list[list[str]] = [
     ["--data.skip_samples=[[8, 8]]"],
     ["--data.skip_samples=[[8, 12], [10, 16]]"],
     ["--data.skip_samples=[[-1, 4]]"],
+    *(["--data.skip_samples=[[8]]"], ["--data.skip_samples=[[1, 2, 3]]"]),
+    ["--optim.schedule=wsd", "--optim.decay_ratio=0.95", "--optim.warmup_steps=500", "--train.steps=50"],
     ["--data.sources={a = 1.0}", "--data.path=b"],
     [*PAIRS, "--data.target_len=0"],
     [*PAIRS, "--data.target_key=a"],

@@ -102,7 +102,11 @@ def table(separator: str, **columns: Sequence[str]) -> bytes:
 def read_list(stream: BinaryIO, corpus: Corpus) -> Iterator[tuple[int, Sequence[Any] | Unusable]]:
     """A reader of our own: a document for each entry of a list."""
     for number, line in enumerate(stream.read().decode().splitlines(), 1):
-        yield number, [line[2:]] if line.startswith("- ") else Unusable("not an entry", f"is {line!r}")
+        # of pairs, the first word is the source
+        yield (
+            number,
+            line[2:].split(" ", len(corpus.keys) - 1) if line[:2] == "- " else Unusable("not an entry", f"is {line!r}"),
+        )
 
 
 LIST = Reader(".lst", "tests.data.test_recorded_data:read_list")
@@ -345,6 +349,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "blind pairs": {"data.path": "@/pairs.csv", "model.family": "t5", **PAIRS, "data.blind_source": True},
     "blind pairs of a decoder": {"data.path": "@/pairs.csv", **PAIRS, "data.blind_source": True, "run.seed": 3},
     "mixture of pairs": {"data.sources": {"@/pairs.csv": 1, "@/prepared_pairs": 3}, "model.family": "t5", **PAIRS},
+    "pairs of an own reader, trained": {
+        **{"data.path": "@/own/a.lst", "data.text_suffixes": ["tests.data.test_recorded_data:LIST"]},
+        **{"model.family": "t5", **PAIRS, "tokenizer.path": "", "tokenizer.vocab_size": 370},
+    },
     "default text": {**BYTES},
     "default pairs": {"data.objective": "pairs", "data.target_len": 7, "model.family": "t5", **SENTINELS},
 }

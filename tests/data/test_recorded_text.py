@@ -235,6 +235,8 @@ COMMANDS = """
 @/literal.jsonl --out @/out15 --tokenizer @/words.json
 @/literal.jsonl --out @/out16 --tokenizer @/endless.json
 @/literal.jsonl --out @/out17 --tokenizer @/ends.json --end-token <bye>
+@/literal.jsonl --out @/out17 --tokenizer @/ends.json --begin-token <bye>
+@/literal.jsonl --out @/out17 --tokenizer @/not_special.json --begin-token </s>
 @/literal.jsonl --out @/out19 --tokenizer @/llama.json
 @/tiny --out @/out20 --tokenizer bytes
 @/one.jsonl --out @/out21 --tokenizer bytes
@@ -394,6 +396,7 @@ TREE = [
     "x.md",
     "README",
     "sub/z.py.gz",
+    "sub/z.arrow",
     ".cache/a.txt",
     "sub/._f.tsv",
     "sub/deep/h.json",
