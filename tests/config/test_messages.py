@@ -109,6 +109,8 @@ INVALID: list[list[str]] = [
     ["--data.skip_samples=[[8, 8]]"],
     ["--data.skip_samples=[[8, 12], [10, 16]]"],
     ["--data.skip_samples=[[-1, 4]]"],
+    *(["--data.skip_samples=[[8]]"], ["--data.skip_samples=[[1, 2, 3]]"]),
+    ["--optim.schedule=wsd", "--optim.decay_ratio=0.95", "--optim.warmup_steps=500", "--train.steps=50"],
     ["--data.sources={a = 1.0}", "--data.path=b"],
     [*PAIRS, "--data.target_len=0"],
     [*PAIRS, "--data.target_key=a"],
@@ -221,6 +223,7 @@ FILES = [
     *(["--config", f"{name}.toml"] for name in ("x", "saved/x", "list", "damaged", "latin", "none")),
     ["--data.path=['prepared', 'notes.md']", "--fsdp.dp_shard=2"],
     ["--run.out_dir=.", "--run.name=prepared", "--checkpoint.resume=~/prepared"],
+    ["--run.out_dir=~", "--run.name=prepared", "--checkpoint.resume=prepared"],
 ]
 CHECKED = [  # by train.py on the first of eight ranks
     *(
@@ -435,6 +438,7 @@ def test_the_message_of_each_mistake(
             None,
             ["--compile.enabled", "--speed.float8", "--log.trackers=wandb, examples.own_tracker:TABLE,tensorboard"],
         ),
+        "torchtitan_lite.config.rules.local.version": ("2.11.0", ["--fsdp.comm_memory=symmetric"]),
     }
     for name, (value, argv) in lacking.items():
         with monkeypatch.context() as patch:

@@ -102,7 +102,11 @@ def table(separator: str, **columns: Sequence[str]) -> bytes:
 def read_list(stream: BinaryIO, corpus: Corpus) -> Iterator[tuple[int, Sequence[Any] | Unusable]]:
     """A reader of our own: a document for each entry of a list."""
     for number, line in enumerate(stream.read().decode().splitlines(), 1):
-        yield number, [line[2:]] if line.startswith("- ") else Unusable("not an entry", f"is {line!r}")
+        # of pairs, the first word is the source
+        yield (
+            number,
+            line[2:].split(" ", len(corpus.keys) - 1) if line[:2] == "- " else Unusable("not an entry", f"is {line!r}"),
+        )
 
 
 LIST = Reader(".lst", "tests.data.test_recorded_data:read_list")
@@ -207,6 +211,7 @@ LLAMA = {"<unk>": 0, "</s>": 1, "\u2581the": 2, "\u2581": 3, "<0xC3>": 4, "<0x9F
 TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "bytes": byte_level,
     "t5": lambda: byte_level(sentinels=True),
+    "four": lambda: Tokenizer.from_str(byte_level(sentinels=True).to_str().replace("<extra_id_4>", "<other>")),
     "ends": lambda: bpe_with("</s>", "<eos>"),
     "not_special": lambda: bpe_with("</s>", "\u4e2d\u4e2d", special=False),
     "padded": padded,
@@ -328,7 +333,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "spans": {"data.path": "@/rows.parquet", **T5, "train.seq_len": 12},
     "many spans": {
         **{"data.path": "@/plain", **T5, "data.noise_density": 0.4, "data.mean_span_length": 1.5},
-        "train.seq_len": 13,
+        **{"train.seq_len": 13, "tokenizer.path": "@/four.json"},  # as many sentinels as spans
     },
     "spans of half": {"data.path": "@/table.tsv", **BODY, **T5, "data.noise_density": 0.5, "train.seq_len": 14},
     "mixture of spans, trained": {
@@ -344,6 +349,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "blind pairs": {"data.path": "@/pairs.csv", "model.family": "t5", **PAIRS, "data.blind_source": True},
     "blind pairs of a decoder": {"data.path": "@/pairs.csv", **PAIRS, "data.blind_source": True, "run.seed": 3},
     "mixture of pairs": {"data.sources": {"@/pairs.csv": 1, "@/prepared_pairs": 3}, "model.family": "t5", **PAIRS},
+    "pairs of an own reader, trained": {
+        **{"data.path": "@/own/a.lst", "data.text_suffixes": ["tests.data.test_recorded_data:LIST"]},
+        **{"model.family": "t5", **PAIRS, "tokenizer.path": "", "tokenizer.vocab_size": 370},
+    },
     "default text": {**BYTES},
     "default pairs": {"data.objective": "pairs", "data.target_len": 7, "model.family": "t5", **SENTINELS},
 }
@@ -352,7 +361,8 @@ COMMANDS = {  # that make what some configs read
     "prepared": "@/more.jsonl.zst --tokenizer @/ends.json --end-token </s> --val-fraction 0.3",
     "prepared_pairs": "@/pairs.csv --source-key text --target-key id --tokenizer bytes --sentinels --val-fraction 0.2",
 }
-PATCHES = {
+PATCHES: dict[str, list[tuple[Any, ...]]] = {
+    "mixture, trained": [("torchtitan_lite.data.prepare.tokenizer.TRAINED_ON_BYTES", 1000)],  # a part of the text
     "best_fit in windows of 5": [(packing, "_WINDOW", 5)],
     "pairs in windows of 7": [(pairs, "WINDOW", 7), (pairs, "BLOCK", 2)],
 }
@@ -393,8 +403,15 @@ def batches(samples: Mixture, config: Config, text_of: Callable[[Iterable[int]],
     for first, size, world in ((0, 5, 1), (n - 2, 7, 2), (n + 3, 4, 3))[: 1 if is_format else 3]:
         for rank in range(world):
             batch = loader(rank=rank, world_size=world).batch(first, size)
-            found.append(f"samples {first} to {first + size - 1}, rank {rank} of {world}, {batch.global_tokens} tokens")
-            found += [row_texts(micro, text_of) for micro in batch.micro_batches]
+            found += [
+                f"samples {first} to {first + size - 1}, rank {rank} of {world}, {batch.global_tokens} tokens",
+                *(row_texts(micro, text_of) for micro in batch.micro_batches),
+                *[
+                    f"sources {torch.cat([torch.as_tensor(micro.sources) for micro in batch.micro_batches]).tolist()}, "
+                    f"tokens {[*batch.source_tokens.values()]}"
+                ]
+                * (len(samples.sources) > 1),
+            ]
     return found
 
 
@@ -430,7 +447,7 @@ def recorded_config(config: Config, folder: Path) -> dict[str, Any]:
         row.line() for row in which.rows(record, {s.folder: which.Documents(s) for s in data.sources}, range(3, 5))
     ]
     if config.data.objective == "pairs":
-        asked = pairs.questions(open_samples(data, "val", config), 2, 0)
+        asked = pairs.questions(open_samples(data, "val", config), 9, 0)
         prefix = pairs.source_prefix(data.folder)
         found["questions"] = [prefix, *(" > ".join(map(text_of, q)) for q in asked)]
     return json.loads(normal(json.dumps(found, ensure_ascii=False), folder))

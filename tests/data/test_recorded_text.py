@@ -143,6 +143,7 @@ READ: list[tuple[str, Any, tuple[str | list[str], ...]]] = [
     ("a.tsv", b'id\ttext\n1\ta\n2\t"s ""hi"""\n3\t"a" or "b"\n4\t""hi""\n5\t"""hi"" b"\n"6""x"\tc\n7\t"\n', ("text",)),
     ("a.txt", "\ufeffa\nb".encode("utf-16-le"), ()),
     *(("a.jsonl", b'{"text": "' + b"z" * n + b'"}', ("text",)) for n in (1988, 1989)),  # no line end
+    ("a.parquet", {"text": ["\u00e9" * 1000, "\u00e9" * 1001]}, ("text",)),
 ]  # fmt: skip
 
 
@@ -235,9 +236,12 @@ COMMANDS = """
 @/literal.jsonl --out @/out15 --tokenizer @/words.json
 @/literal.jsonl --out @/out16 --tokenizer @/endless.json
 @/literal.jsonl --out @/out17 --tokenizer @/ends.json --end-token <bye>
+@/literal.jsonl --out @/out17 --tokenizer @/ends.json --begin-token <bye>
+@/literal.jsonl --out @/out17 --tokenizer @/not_special.json --begin-token </s>
 @/literal.jsonl --out @/out19 --tokenizer @/llama.json
 @/tiny --out @/out20 --tokenizer bytes
 @/one.jsonl --out @/out21 --tokenizer bytes
+@/one.jsonl --out @/out21 --tokenizer bytes --val-fraction 0.999
 @/a --out @/out35 --tokenizer bytes --val-fraction 1e-9
 @/a --out @/out36 --tokenizer bytes --val-fraction 0.999999999999
 @/copies.jsonl --out @/out22 --tokenizer bytes
@@ -367,8 +371,11 @@ def test_tokenizers(tmp_path: Path) -> None:
         assert bytes_per_token(tokenizer, [0])[0] == 0, "an end token, also the first entry"
     (tmp_path / "no.json").write_text("{}")
     for name, content in OTHER_FORMATS.items():
-        (tmp_path / name).write_bytes(content)
-    found["wrong"] = [said(tmp_path, bpe.load, tmp_path / name) for name in ("no.json", "none", ".", *OTHER_FORMATS)]
+        write(tmp_path / f"{name} alone" / name, content)
+    found["wrong"] = [
+        said(tmp_path, bpe.load, tmp_path / name)
+        for name in ("no.json", "none", *(f"{name} alone{file}" for name in OTHER_FORMATS for file in ("", f"/{name}")))
+    ]
     (tmp_path / "words.json").rename(tmp_path / "tokenizer.json")
     assert bpe.load(tmp_path).to_str() == bpe.load(tmp_path / "tokenizer.json").to_str(), "a folder that has one"
     learned: list[tuple[list[str], int, bool]] = [
@@ -390,6 +397,7 @@ TREE = [
     "x.md",
     "README",
     "sub/z.py.gz",
+    "sub/z.arrow",
     ".cache/a.txt",
     "sub/._f.tsv",
     "sub/deep/h.json",
@@ -415,6 +423,7 @@ ENTRIES: list[tuple[Any, tuple[str, ...]]] = [
     *(("@", (suffix,)) for suffix in ("md", ".csv", ".zst", ".a/b", "", ". x", "mod:Own")),
     (["@/sub", "@/sub"], ()),
     ("@/sub/lost.csv", ()),
+    ("@/a.txt/more", ()),
 ]
 DAMAGE: list[tuple[str, Any]] = [
     *(("meta.json", content) for content in (b"", b"{", b"\xff", b"[1]", b'{"format_version": 6}')),

@@ -143,7 +143,7 @@ TRAINING = [  # a run, the number of ranks, and further options
     *(
         "one 1 --run.name=damaged --replay=8",
         "experts 1 --replay=4",
-        "experts 1 --replay=5",
+        "experts 1 --replay=0",
         "two 1 --train.epochs=1.5 --replay=5 --optim.lr=0.5",
     ),
     "one 1 --replay 9 --check-config --nosuch",
