@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.data.test_data import stream_of
 from tests.helpers import checkpoint, losses, python, ranks, refused, succeeded, tiny
 from tests.models.test_model import make
-from torchtitan_lite.config.schema import ModelConfig
+from torchtitan_lite.config.schema import Config, ModelConfig
 from torchtitan_lite.data.packing import PackedSamples
 from torchtitan_lite.data.prepare.tokenizer import byte_level
 from torchtitan_lite.data.samples import Samples
@@ -215,7 +215,17 @@ def test_import_opens_the_weights_and_says_what_a_start_would_say(theirs: Path, 
             _ = content is None or (tmp_path / folder / file).write_bytes(content)
         with pytest.raises(UserError, match=f"(?s){message}") if message else contextlib.nullcontext():
             [*section(tmp_path / folder)]
-    assert f'path = "{theirs}"' in [*section(tmp_path / "untold", theirs)]
+    assert [
+        f'path = "{theirs}"' in [*section(tmp_path / "untold", theirs)],
+        *(
+            message
+            in str(hf.check_source(Config(model=hf.config_of(folder).model_copy(update={"init_from": str(folder)}))))
+            for folder, message in (
+                (tmp_path / "untold", "own with --tokenizer.path="),
+                (tmp_path / "other", "from_pre"),
+            )
+        ),
+    ] == [True] * 3
     with pytest.raises(CheckpointError, match="is of a LoRA adapter: merge_and_unload"):
         open_model(tmp_path / "adapter", torch.device("cpu"), torch.float32)
 
@@ -237,9 +247,12 @@ NAMED = {"bos_token_id": 257, "eos_token_id": 258}
 
 
 def with_marks(folder: Path, first: str = "", **files: dict[str, Any]) -> Tokenizer:
-    """Write a tokenizer of bytes, <s> (id 257) and </s> (id 258), which puts `first` before a text; and JSON files."""
+    """Write a tokenizer that puts `first` before a text, and JSON files.
+
+    It has bytes, the special tokens <s> (id 257) and </s> (id 258), and a word (id 259).
+    """
     tokenizer = byte_level()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
+    assert (tokenizer.add_special_tokens(["<s>", "</s>"]), tokenizer.add_tokens(["<word>"])) == (2, 1)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{first} $A".split(), special_tokens=[("<s>", 257)]
     )
@@ -264,7 +277,10 @@ def with_marks(folder: Path, first: str = "", **files: dict[str, Any]) -> Tokeni
             [],
         ),
         ({"config": {"model_type": "gemma3_text", "bos_token_id": 258, "eos_token_id": [7, 258]}}, "", []),
-        ({"config": {"model_type": "llama", "bos_token_id": 5, "eos_token_id": 258}}, "", []),  # a byte
+        *(
+            ({"config": {"model_type": "llama", "bos_token_id": token, "eos_token_id": 258}}, "", [])
+            for token in (5, 259)  # a byte, a word
+        ),
     ],
 )
 def test_the_begin_token_is_that_of_the_pretraining(
@@ -294,7 +310,7 @@ def test_a_begin_token_is_kept_from_the_import_to_the_export(
     texts = ["".join("abc defg hij klm"[(i + 3) * j % 16] for j in range(9 + i % 9)) for i in range(60)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
     config = getattr(transformers, f"{kind}Config")(
-        **SHAPE | {"vocab_size": 259, "bos_token_id": bos, "eos_token_id": eos}
+        **SHAPE | {"vocab_size": 260, "bos_token_id": bos, "eos_token_id": eos}
     )
     config.pad_token_id, theirs = None, tmp_path / "theirs"
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(theirs)
