@@ -99,7 +99,7 @@ def test_a_run_is_exported_and_trained_on(text: Path, tmp_path: Path) -> None:
 
     # the config of an import has a rate of its own, and the first end token that the tokenizer has
     about, written = json.loads((exported / "config.json").read_text()), tmp_path / "mine.toml"
-    (exported / "config.json").write_text(json.dumps(about | {"eos_token_id": [-1, None, 10**6, 0]}))
+    (exported / "config.json").write_text(json.dumps(about | {"eos_token_id": [-1, None, "1", 10**6, 0]}))
     assert hf.end_tokens(exported) == (-1, 10**6, 0)
     succeeded(python("import", str(exported), str(written), script="checkpoint.py"))
     assert 'end_token = "<|endoftext|>"\n' in written.read_text()
@@ -277,6 +277,7 @@ def with_marks(folder: Path, first: str = "", **files: dict[str, Any]) -> Tokeni
             [],
         ),
         ({"config": {"model_type": "gemma3_text", "bos_token_id": 258, "eos_token_id": [7, 258]}}, "", []),
+        ({"config": {"model_type": "gemma3_text", **NAMED}}, "", [257]),
         *(
             ({"config": {"model_type": "llama", "bos_token_id": token, "eos_token_id": 258}}, "", [])
             for token in (5, 259)  # a byte, a word
