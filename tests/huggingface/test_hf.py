@@ -76,12 +76,12 @@ LLAMA |= {"model__qk_norm": False, "model__rope_theta": 5e5, "train__steps": 4, 
 
 def test_a_run_is_exported_and_trained_on(text: Path, tmp_path: Path) -> None:
     succeeded(ranks(1, *tiny(text, tmp_path, run__name="first", **LLAMA)))
-    exported = tmp_path / "exported"
+    exported = tmp_path / "new/exported"
     succeeded(python("export", str(tmp_path / "first"), str(exported), script="checkpoint.py"))
     (tmp_path / "link").symlink_to("nowhere")
     with pytest.raises(NotADirectoryError):
         hf.export(tmp_path / "first", tmp_path / "link")
-    assert not list(tmp_path.glob(".*")), "nothing is left beside"
+    assert not [*tmp_path.glob(".*"), *tmp_path.glob("new/.*")], "nothing is left beside"
     assert json.loads((exported / "config.json").read_text())["eos_token_id"] == 0, "our end mark"
 
     # a run goes on from there, from a run, and from a checkpoint, with the same losses
@@ -183,10 +183,13 @@ def test_import_opens_the_weights_and_says_what_a_start_would_say(theirs: Path, 
         "pointer": ({MODEL: b"version https://git-lfs.github.com/spec/v1"}, "is a pointer of Git LFS; git lfs pull"),
         "renamed": ({MODEL: None, "consolidated.safetensors": b""}, "consolidated.safetensors is not read, because"),
         "part": ({MODEL: None, "model-1-of-2.safetensors": b""}, "model-1-of-2.safetensors is not read, because"),
-        "above": (
-            {"config.json": None, "sub/config.json": b""},
-            "above/sub/config.json is of a model: name its folder",
-        ),
+        **{
+            name: (
+                {"config.json": None, f"{sub}/config.json": b""},
+                f"{sub}/config.json is of a model: name its folder",
+            )
+            for name, sub in (("above", "snapshots"), ("cached", "snapshots/sub"))
+        },
         "nothing": (dict.fromkeys(plain), "nothing/config.json: .*hf download NAME"),
         "untold": ({"tokenizer.json": None}, "there is no file .*tokenizer.json: name .* with --tokenizer=FILE"),
         "other": ({"tokenizer.json": None, "spm.model": b"\n\x0e\n\x05<unk>\x15"}, r"from_pretrained\('.*other'\)"),
@@ -210,7 +213,7 @@ def test_import_opens_the_weights_and_says_what_a_start_would_say(theirs: Path, 
         ),
     }
     for folder, (changes, message) in cases.items():
-        (tmp_path / folder / "sub").mkdir(parents=True)
+        (tmp_path / folder / "snapshots/sub").mkdir(parents=True)
         for file, content in (plain | changes).items():
             _ = content is None or (tmp_path / folder / file).write_bytes(content)
         with pytest.raises(UserError, match=f"(?s){message}") if message else contextlib.nullcontext():
