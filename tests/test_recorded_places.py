@@ -843,6 +843,12 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [(1, 0, "a", "b"), (1, 4, "a"), (5, 0, "a"), (5, 4)],
     ),
+    "another thread compiles": (
+        lambda file: eval(
+            compile("told()", f"/lib/torch/{file}.py", "eval"), {"told": lambda: errors.within(60, progress.compiles)}
+        ),
+        [("_dynamo/convert_frame",), ("_inductor/compile_fx",), ("nn/modules/module",)],
+    ),
     "bytes that were moved": (
         lambda text: told(
             lambda _: [progress.advance(4), progress.moved()],  # type: ignore[func-returns-value]

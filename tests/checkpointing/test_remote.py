@@ -271,7 +271,8 @@ def case_claims(process: Process, tmp_path: Path) -> None:
     assert second.bucket.fs.find(second.claim) == [f"{second.claim}/a.log"]
     read = tmp_path / "read/checkpoints"
     second.bucket.fetch_run(read.parent, newest=False)
-    write_text(read / "step-00000001/manifest.json", '{"claim": "9"}')  # saved here since then
+    for file, content in ("1/manifest.json", '{"claim": "9"}'), ("3/model.safetensors", "of the first"):
+        write_text(read / f"step-0000000{file}", content)  # a step was saved here since then, one was copied
     assert "upload_s" in save(second, 3)
     assert not second.bucket.fs.find("probes")
     with (
@@ -288,10 +289,11 @@ def case_claims(process: Process, tmp_path: Path) -> None:
         until(lambda: renewed.called, "a renewed claim")
     with pytest.raises(ConfigError, match="job y has taken over"):
         second.require_newest()
-    assert second.bucket.fetch_run(read.parent, newest=False)[1] == []
-    assert [bucket.claim_of(file.read_bytes()) for file in sorted(read.glob("*/manifest.json"))] == [
-        *("9", second.claim, third.claim)  # retention has deleted step 2, here as well
-    ]
+    assert [
+        *second.bucket.fetch_run(read.parent, newest=False)[1],
+        *(bucket.claim_of(file.read_bytes()) for file in sorted(read.glob("*/manifest.json"))),
+        *read.glob("*/model.safetensors"),  # of the save that was replaced
+    ] == ["9", second.claim, third.claim]  # retention has deleted step 2, here as well
     third.close()
     assert start("none", "e").claim.startswith("00000004-")  # it has ended
     for job, disk, host in (("y", "e", "node7"), *((job, "f", socket.gethostname()) for job in ("y", "none"))):
@@ -328,14 +330,17 @@ def test_a_start_keeps_no_older_history_mixes_no_runs_and_writes_nothing_elsewhe
     own.fs.pipe(
         {  # of two starts, and of a third one that has not uploaded its history
             "00000001-cccccccc/attempts.jsonl": b'{"claim": "00000001-cccccccc"}\n',
-            "00000002-bbbbbbbb/attempts.jsonl": b'{"claim": "00000002-bbbbbbbb", "reason": "aaaaaaaa"}\n',
+            "00000002-bbbbbbbb/attempts.jsonl": b'{"claim": "-"}\n{"claim": "00000002-bbbbbbbb", "why": "aaaaaaaa"}\n',
             "00000009-dddddddd/metrics.jsonl": b"dddddddd",
         }
     )
     history.parent.mkdir()
-    # as long, but of a start that uploaded nothing; of that start, which has not ended; and of a later one
-    for claims, is_newer in (["1"], False), (["2"], True), (["1", "3"], True):
-        history.write_text("".join(f'{{"claim": "0000000{claim}-bbbbbbbb"}}\n' for claim in claims))
+    # as long, but of a start that uploaded nothing; of that start, which has not ended; of a later one; and of this run
+    # before it had a bucket, with a start that no other machine knows
+    for claims, is_newer in (["01-b"], False), (["02-b"], True), (["01-b", "03-b"], True), ("--", False):
+        history.write_text(
+            "".join(f'{{"claim": "{claim.replace("0", "0000000").replace("b", "bbbbbbbb")}"}}\n' for claim in claims)
+        )
         own.fetch_run(history.parent)
         assert ("aaaaaaaa" in history.read_text()) != is_newer
     history.write_text('{"claim": ""}\n')

@@ -62,6 +62,22 @@ def test_a_worker_ends_with_its_launcher() -> None:
     process.communicate()
 
 
+def test_no_file_gets_the_number_of_a_stream_that_is_closed() -> None:
+    """Numbers 1 and 2 are /dev/null, as are 3 and 5 of Python's streams; 4 is that of the answer."""
+    assert (
+        subprocess.check_output(
+            [
+                *("sh", "-c", 'exec "$0" -c "$1" 4>&1 >&- 2>&-', sys.executable),
+                "import os, sys; from torchtitan_lite.terminal import prepare_streams; prepare_streams();"
+                "print('lost', flush=True); print('lost', file=sys.stderr, flush=True);"
+                "os.write(4, b'next: %d' % os.open(os.devnull, os.O_RDONLY))",
+            ],
+            cwd=ROOT,
+        )
+        == b"next: 6"
+    )
+
+
 @pytest.mark.parametrize(("given", "settings"), [
     ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
     *[({name: "max_split_size_mb:64"},) * 2 for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")],

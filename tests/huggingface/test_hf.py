@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.data.test_data import stream_of
 from tests.helpers import checkpoint, losses, python, ranks, refused, succeeded, tiny
 from tests.models.test_model import make
-from torchtitan_lite.config.schema import ModelConfig
+from torchtitan_lite.config.schema import Config, ModelConfig
 from torchtitan_lite.data.packing import PackedSamples
 from torchtitan_lite.data.prepare.tokenizer import byte_level
 from torchtitan_lite.data.samples import Samples
@@ -76,12 +76,12 @@ LLAMA |= {"model__qk_norm": False, "model__rope_theta": 5e5, "train__steps": 4, 
 
 def test_a_run_is_exported_and_trained_on(text: Path, tmp_path: Path) -> None:
     succeeded(ranks(1, *tiny(text, tmp_path, run__name="first", **LLAMA)))
-    exported = tmp_path / "exported"
+    exported = tmp_path / "new/exported"
     succeeded(python("export", str(tmp_path / "first"), str(exported), script="checkpoint.py"))
     (tmp_path / "link").symlink_to("nowhere")
     with pytest.raises(NotADirectoryError):
         hf.export(tmp_path / "first", tmp_path / "link")
-    assert not list(tmp_path.glob(".*")), "nothing is left beside"
+    assert not [*tmp_path.glob(".*"), *tmp_path.glob("new/.*")], "nothing is left beside"
     assert json.loads((exported / "config.json").read_text())["eos_token_id"] == 0, "our end mark"
 
     # a run goes on from there, from a run, and from a checkpoint, with the same losses
@@ -99,7 +99,7 @@ def test_a_run_is_exported_and_trained_on(text: Path, tmp_path: Path) -> None:
 
     # the config of an import has a rate of its own, and the first end token that the tokenizer has
     about, written = json.loads((exported / "config.json").read_text()), tmp_path / "mine.toml"
-    (exported / "config.json").write_text(json.dumps(about | {"eos_token_id": [-1, None, 10**6, 0]}))
+    (exported / "config.json").write_text(json.dumps(about | {"eos_token_id": [-1, None, "1", 10**6, 0]}))
     assert hf.end_tokens(exported) == (-1, 10**6, 0)
     succeeded(python("import", str(exported), str(written), script="checkpoint.py"))
     assert 'end_token = "<|endoftext|>"\n' in written.read_text()
@@ -183,11 +183,14 @@ def test_import_opens_the_weights_and_says_what_a_start_would_say(theirs: Path, 
         "pointer": ({MODEL: b"version https://git-lfs.github.com/spec/v1"}, "is a pointer of Git LFS; git lfs pull"),
         "renamed": ({MODEL: None, "consolidated.safetensors": b""}, "consolidated.safetensors is not read, because"),
         "part": ({MODEL: None, "model-1-of-2.safetensors": b""}, "model-1-of-2.safetensors is not read, because"),
-        "above": (
-            {"config.json": None, "sub/config.json": b""},
-            "above/sub/config.json is of a model: name its folder",
-        ),
         "diverged": ({MODEL: save(weights | {name: weights[name] * torch.nan})}, ""),  # import reads no values
+        **{
+            name: (
+                {"config.json": None, f"{sub}/config.json": b""},
+                f"{sub}/config.json is of a model: name its folder",
+            )
+            for name, sub in (("above", "snapshots"), ("cached", "snapshots/sub"))
+        },
         "nothing": (dict.fromkeys(plain), "nothing/config.json: .*hf download NAME"),
         "untold": ({"tokenizer.json": None}, "there is no file .*tokenizer.json: name .* with --tokenizer=FILE"),
         "other": ({"tokenizer.json": None, "spm.model": b"\n\x0e\n\x05<unk>\x15"}, r"from_pretrained\('.*other'\)"),
@@ -211,12 +214,22 @@ def test_import_opens_the_weights_and_says_what_a_start_would_say(theirs: Path, 
         ),
     }
     for folder, (changes, message) in cases.items():
-        (tmp_path / folder / "sub").mkdir(parents=True)
+        (tmp_path / folder / "snapshots/sub").mkdir(parents=True)
         for file, content in (plain | changes).items():
             _ = content is None or (tmp_path / folder / file).write_bytes(content)
         with pytest.raises(UserError, match=f"(?s){message}") if message else contextlib.nullcontext():
             [*section(tmp_path / folder)]
-    assert f'path = "{theirs}"' in [*section(tmp_path / "untold", theirs)]
+    assert [
+        f'path = "{theirs}"' in [*section(tmp_path / "untold", theirs)],
+        *(
+            message
+            in str(hf.check_source(Config(model=hf.config_of(folder).model_copy(update={"init_from": str(folder)}))))
+            for folder, message in (
+                (tmp_path / "untold", "own with --tokenizer.path="),
+                (tmp_path / "other", "from_pre"),
+            )
+        ),
+    ] == [True] * 3
     for folder, message in (
         ("adapter", "is of a LoRA adapter: merge_and_unload"),
         ("diverged", "1 tensor of it with NaN or infinite values"),
@@ -242,9 +255,12 @@ NAMED = {"bos_token_id": 257, "eos_token_id": 258}
 
 
 def with_marks(folder: Path, first: str = "", **files: dict[str, Any]) -> Tokenizer:
-    """Write a tokenizer of bytes, <s> (id 257) and </s> (id 258), which puts `first` before a text; and JSON files."""
+    """Write a tokenizer that puts `first` before a text, and JSON files.
+
+    It has bytes, the special tokens <s> (id 257) and </s> (id 258), and a word (id 259).
+    """
     tokenizer = byte_level()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
+    assert (tokenizer.add_special_tokens(["<s>", "</s>"]), tokenizer.add_tokens(["<word>"])) == (2, 1)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{first} $A".split(), special_tokens=[("<s>", 257)]
     )
@@ -269,7 +285,11 @@ def with_marks(folder: Path, first: str = "", **files: dict[str, Any]) -> Tokeni
             [],
         ),
         ({"config": {"model_type": "gemma3_text", "bos_token_id": 258, "eos_token_id": [7, 258]}}, "", []),
-        ({"config": {"model_type": "llama", "bos_token_id": 5, "eos_token_id": 258}}, "", []),  # a byte
+        ({"config": {"model_type": "gemma3_text", **NAMED}}, "", [257]),
+        *(
+            ({"config": {"model_type": "llama", "bos_token_id": token, "eos_token_id": 258}}, "", [])
+            for token in (5, 259)  # a byte, a word
+        ),
     ],
 )
 def test_the_begin_token_is_that_of_the_pretraining(
@@ -299,7 +319,7 @@ def test_a_begin_token_is_kept_from_the_import_to_the_export(
     texts = ["".join("abc defg hij klm"[(i + 3) * j % 16] for j in range(9 + i % 9)) for i in range(60)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
     config = getattr(transformers, f"{kind}Config")(
-        **SHAPE | {"vocab_size": 259, "bos_token_id": bos, "eos_token_id": eos}
+        **SHAPE | {"vocab_size": 260, "bos_token_id": bos, "eos_token_id": eos}
     )
     config.pad_token_id, theirs = None, tmp_path / "theirs"
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(theirs)

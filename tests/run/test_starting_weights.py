@@ -40,8 +40,11 @@ def test_the_check_of_a_config_refuses_weights_that_are_missing_or_of_another_mo
 def test_weights_of_another_tokenizer_are_reported(finished: Path, text: Path, tmp_path: Path) -> None:
     """`tiny` trains a tokenizer on each text: that of another text has other tokens of the same number."""
     (tmp_path / "other.txt").write_text("".join(file.read_text() for file in text.glob("*.txt"))[::-1])
-    more = {"run__name": "new", "model__init_from": finished, "train__steps": 3}
-    other = ranks(1, *tiny(tmp_path / "other.txt", tmp_path, **more))
+    more, home = (
+        {"run__name": "new", "model__init_from": f"~/{finished.name}", "train__steps": 3},
+        {"HOME": str(finished.parent)},
+    )
+    other = ranks(1, *tiny(tmp_path / "other.txt", tmp_path, **more), env=home)
     file = finished / "tokenizer.json"
     assert f"a different tokenizer, so most tokens mean different text here: --tokenizer.path={file}" in other.stdout
     lone = shutil.copytree(checkpoint(finished, 4), tmp_path / "lone")
@@ -51,11 +54,11 @@ def test_weights_of_another_tokenizer_are_reported(finished: Path, text: Path, t
     assert (of_lone[0] in of_run[0].replace(str(finished), str(lone)), tokenizer_notes(lone, file)) == (True, [])
     assert of_checkpoint == [note.replace(f"of {finished}", f"of {checkpoint(finished, 4)}") for note in of_run]
     assert (len(of_run), tokenizer_notes(tmp_path / "none", file)) == (1, [])
-    again = succeeded(ranks(1, *tiny(tmp_path / "other.txt", tmp_path, **more | {"train__steps": 4})))
+    again = succeeded(ranks(1, *tiny(tmp_path / "other.txt", tmp_path, **more | {"train__steps": 4}), env=home))
     assert "different tokenizer" not in again, "a resume does not read them"
     theirs = tiny(tmp_path / "other.txt", tmp_path, **more | {"run__name": "theirs", "tokenizer__path": file})
     kept = [option for option in theirs if not option.startswith("--tokenizer.vocab_size")]
-    assert "different tokenizer" not in succeeded(ranks(1, *kept))
+    assert "different tokenizer" not in succeeded(ranks(1, *kept, env=home))
 
 
 def test_damaged_weights_and_tensors_that_the_model_lacks_are_refused(
