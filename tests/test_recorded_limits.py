@@ -770,6 +770,23 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         [(None,), (BlockingIOError,), (ConnectionRefusedError,)],
     ),
     # data and scores
+    "beams": (  # by a chain: rows of probabilities of the next token
+        lambda chain, most, penalty, *ends: generation.beam_search(
+            Mock(
+                side_effect=lambda _source, _targets, _cache, answer: torch.tensor(chain).add(1e-6).log()[answer],
+                new_cache=list,
+                start=0,
+                config=Stub(family="t5", max_seq_len=3),
+                tok_embeddings=Stub(weight=Stub(device=CPU)),
+            ),
+            [5],
+            *(most, 2, ends, penalty),
+        ),
+        [
+            *(([[0, 0.2, 0.5, 0.3], [0] * 4, [0, 0, 0.6, 0.4], [0, 0, 0.5, 0.5]], most, 0.0, 1) for most in (2, 9)),
+            ([[0, 0.3, 0.2, 0.18, 0.22, 0.1], *[[0] * 6] * 3, [0, *[0.2] * 5], [0, 1, 0, 0, 0, 0]], 3, 2.0, 1, 2, 3),
+        ],
+    ),
     "prompt": (
         lambda family, prompt, prefix, begin, mark: pairs.encode_prompt(
             Stub(encode=lambda text, **_: Stub(ids=[*map(ord, text)])),

@@ -2,9 +2,10 @@
 
 import importlib
 import importlib.util
+import logging
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -40,8 +41,9 @@ ROWS: dict[str, dict[str, Any]] = {
 TOLERANCE = 2e-3  # relative, of the loss; measured 6.2e-4
 
 
-def steps(process: Process, name: str) -> tuple[list[tuple[float, float]], list[Any], int]:
-    """Losses and norms; name, shape, dtype and type of each shard; and the number of converted layers."""
+@patch.object(logging.getLogger("torchao"), "handle")
+def steps(process: Process, name: str, said: Mock) -> tuple[list[tuple[float, float]], list[Any], list[int]]:
+    """Losses and norms; name, shape, dtype and type of each shard; the number of converted layers, and of warnings."""
     t = training(Case(process.world_size, ROWS[name]).config(), process)
     curve = measure(t, 3)["curve"]  # the third has the samples of the first
     with torch.no_grad():
@@ -49,7 +51,7 @@ def steps(process: Process, name: str) -> tuple[list[tuple[float, float]], list[
             (key, tuple(value.shape), str(value.dtype), type(value.to_local()).__name__)
             for key, value in t.model.state_dict().items()
         ]
-    return curve, shards, sum(type(module).__name__ == "Float8Linear" for module in t.model.modules())
+    return curve, shards, [[type(m).__name__ for m in t.model.modules()].count("Float8Linear"), said.call_count]
 
 
 def all_steps(process: Process, names: list[str]) -> list[Any]:
@@ -64,7 +66,9 @@ def test_steps_are_close_to_bfloat16_and_names_and_shards_the_same(more: list[st
     plain, ours, other = run_distributed(all_steps, 2, names)[0]
     assert ours[1] == plain[1] == other[1]
     assert {(dtype, kind) for *_, dtype, kind in ours[1]} == {("torch.float32", "Tensor")}
-    assert (plain[2], ours[2]) == (0, 3 * 7), "wq, wk, wv, wo, w1, w2, w3 of each block, not the head"
+    assert (plain[2], ours[2]) == ([0, 0], [3 * 7, 0]), (
+        "wq, wk, wv, wo, w1, w2, w3 of each block, not the head; torchao warns of nothing"
+    )
     for (loss, *_), (expected, *_) in zip(ours[0], plain[0], strict=True):
         assert loss != expected
         assert loss == pytest.approx(expected, rel=TOLERANCE)
@@ -145,8 +149,7 @@ def test_a_resume_is_bit_for_bit(text: Path, tmp_path: Path) -> None:
 
 
 def test_shapes_that_do_not_work_are_refused_before_any_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: name == "torchao" or find(name, *more))
+    monkeypatch.setattr("importlib.util.find_spec", Mock())
     (wrong,) = check_patterns(Case(2, ON | {"model.hidden_dim": 40}).config()).values()
     assert "layers.0.feed_forward.w1 is 40 x 32, but sizes have to be multiples of 16 (and 8 more)" in wrong
     monkeypatch.setenv("WORLD_SIZE", "3")

@@ -48,6 +48,7 @@ def test_the_loss_of_routers_is_that_of_transformers_and_not_in_the_value() -> N
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+    assert model(TOKENS, torch.full_like(TOKENS, IGNORE)) == 0, "a micro-batch may have no target"
 
 
 def test_the_bias_moves_towards_equal_loads_and_changes_no_weight() -> None:
@@ -87,6 +88,7 @@ def test_grouped_matmul_of_a_gpu_equal_the_loop(ends: list[int]) -> None:
         torch.testing.assert_close(gpu(*args), loop(*args), rtol=2e-2, atol=2e-2)
     narrow = x[:, :7].contiguous()  # of rows that are not a multiple of 16 bytes: the loop
     of_each = weight[:, :, :7].contiguous()
-    start = [0, *ends]
-    expected = torch.cat([F.linear(narrow[a:b], of_each[g]) for g, (a, b) in enumerate(zip(start, ends, strict=False))])
+    expected = torch.cat(
+        [F.linear(narrow[a:b], of_each[g]) for g, (a, b) in enumerate(zip([0, *ends], ends, strict=False))]
+    )
     torch.testing.assert_close(grouped_matmul._matmul_on_cuda(narrow, of_each, at), expected)

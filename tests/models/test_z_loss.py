@@ -36,8 +36,7 @@ def gradients(way: Way, dtype: torch.dtype, n: int = 300, wanted: tuple[bool, bo
 
 
 def by_autograd(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    logits = F.linear(x, weight).double().flatten(0, 1)[targets.flatten() != IGNORE]
-    known = targets.flatten()[targets.flatten() != IGNORE]
+    logits, known = F.linear(x, weight).double()[targets != IGNORE], targets[targets != IGNORE]
     loss = F.cross_entropy(logits, known, reduction="sum") + Z * logits.exp().sum(-1).log().square().sum()
     return loss, loss.detach()
 
@@ -68,6 +67,9 @@ def test_every_way_has_its_gradient_and_not_its_value(
     monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", 140 * 91 * dtype.itemsize)
     monkeypatch.setattr(on_cpu, "CHUNK", 37)
     found, expected = gradients(WAYS[way], dtype), gradients(by_autograd, dtype)
+    assert (way, dtype) != ("head", torch.float16) or all(map(torch.equal, found, gradients(plain, dtype))), (
+        "the loss scale applies before anything is rounded to float16"
+    )
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     without = gradients(lambda x, w, t: summed_cross_entropy(F.linear(x, w), t), dtype)
     torch.testing.assert_close(found[0], without[0], rtol=tolerance, atol=0)

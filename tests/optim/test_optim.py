@@ -54,8 +54,9 @@ GROUPS = [
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_groups_have_their_own_rate_and_decay(name: str) -> None:
     model = make()
-    config = OptimConfig.model_validate({"name": name, "groups": GROUPS, "weight_decay": 0.1})
-    optimizer = build_optimizer(model, config)
+    optimizer = build_optimizer(
+        model, OptimConfig.model_validate({"name": name, "groups": GROUPS, "weight_decay": 0.1})
+    )
     set_learning_rate(optimizer, 0.01)
     of = {id(p): (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
     assert len(of) == len(list(model.parameters()))
@@ -68,6 +69,9 @@ def test_groups_have_their_own_rate_and_decay(name: str) -> None:
         "output.weight": (0.01, 0.0),
     }
     assert {key: of[id(model.get_parameter(key))] for key in expected} == expected
+    assert [value.any().item() for state in optimizer.state.values() for value in state.values()] == [False] * (
+        len(of) * (name == "sgd")
+    ), "momenta that a load can fill even if every step so far was withheld; they have no decay"
 
 
 def test_state_that_a_checkpoint_would_lose_is_refused() -> None:
