@@ -1093,6 +1093,18 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [(False, True), (True, True), (True, False)],
     ),
+    "a bar": (
+        lambda enabled, is_terminal: told(
+            lambda stand_in: patched(
+                lambda: [*metrics.Log(Path("runs"), enabled=enabled).progress(4, 5)],
+                run__metrics__sys=Stub(stderr=Stub(isatty=lambda: is_terminal)),
+                run__metrics__tqdm=lambda **more: (
+                    stand_in("bar")(**more) or Stub(update=stand_in("update"), close=stand_in("close"))
+                ),
+            )
+        ),
+        [(True, True), (True, False), (False, True)],
+    ),
     "a phase": (
         lambda compiles: told(
             lambda stand_in: next_phase.enter(
