@@ -46,7 +46,7 @@ def test_tensorboard_has_each_step_once_also_after_a_resume(text: Path, tmp_path
     assert (table.name, trace.name) == ("operators-rank-1.txt", "rank-1.json.gz")
     names = [str(event.get("name")) for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
     assert names.count("Optimizer.step#AdamW.step") == 2
-    assert "aten::" in table.read_text()
+    assert table.read_text().count("\n") > 25 * ("aten::" in table.read_text()) > 0
     ours: dict[str, dict[int, float]] = {}
     for record in records(run):
         for key, value in trackers.scalars(record).items():
