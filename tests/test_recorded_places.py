@@ -1154,6 +1154,18 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [(False, True), (True, True), (True, False)],
     ),
+    "a bar": (
+        lambda enabled, is_terminal: told(
+            lambda stand_in: patched(
+                lambda: [*metrics.Log(Path("runs"), enabled=enabled).progress(4, 5)],
+                run__metrics__sys=Stub(stderr=Stub(isatty=lambda: is_terminal)),
+                run__metrics__tqdm=lambda **more: (
+                    stand_in("bar")(**more) or Stub(update=stand_in("update"), close=stand_in("close"))
+                ),
+            )
+        ),
+        [(True, True), (True, False), (False, True)],
+    ),
     "a phase": (
         lambda compiles: told(
             lambda stand_in: next_phase.enter(
@@ -1294,6 +1306,21 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             },
         ),
         [("run", "other", ""), ("new", "other", ""), ("new", "other", "bucket"), ("new", "", "new")],
+    ),
+    "a fork with damaged checkpoints": (
+        lambda *wrong: told(
+            lambda _: str(
+                find.checkpoint_to_resume(Path("x"), Stub(resume="y", verify="size"), Process(0, 1, CPU, 1)).forked
+            ),
+            answers={
+                "checkpointing__find__on_rank0": lambda action, _: action(),
+                "checkpointing__find__storage__incomplete_folders": lambda _: [*wrong],
+                "checkpointing__find__storage__find_steps": lambda _: [],
+                "checkpointing__find__candidates": lambda path: [path],
+                "checkpointing__find__verify_together": lambda *_: [],
+            },
+        ),
+        [(), ("step-7 has no manifest.json",)],
     ),
     "runs that are there": (
         lambda n, file: told(
@@ -2077,7 +2104,13 @@ def together(rank: int) -> dict[str, Any]:
     reasons = ("", "run.max_minutes", "SIGTERM", "")
     log = Stub(info=lambda line, **_: said.append(line), record=lambda *r: said.append(r[0]), attempt=2)
     checkpointer: Any = Stub(
-        folder=Path("x"), damaged=[7], remote=None, forked_from=None, group=None, _share=1.0, _n_bytes=lambda: 40 + rank
+        folder=Path("x"),
+        damaged=[7],
+        remote=None,
+        forked_from=None,
+        group=None,
+        _share=0.25,
+        _n_bytes=lambda: 40 + rank,
     )
     checkpointer._on_leaders = lambda action: save.Checkpointer._on_leaders(checkpointer, action)
     checkpointer.process, checkpointer.require_space = one, lambda: None

@@ -195,7 +195,7 @@ def test_a_digest_tells_every_flipped_bit_and_every_exchange(dtype: torch.dtype,
 
 
 @pytest.mark.parametrize(("fault", "more"), [
-    ("error:1:5:write:2", {**SHARDED, "checkpoint__async_save": True}),
+    ("error:1:5:write:2", {**SHARDED, "checkpoint__async_save": True, "checkpoint__api": "dcp"}),
     pytest.param("error:0:5:write:2", {}, marks=slow),
     pytest.param("error:0:5:write:2", {"checkpoint__async_save": True}, marks=slow),
     pytest.param("error:0:5:sync:2", {"checkpoint__api": "dcp"}, marks=slow),

@@ -99,7 +99,7 @@ def test_the_state_of_the_code_is_its_commit_and_whether_it_differs(tmp_path: Pa
     assert [run_folder.git_state(folder) for folder in (tmp_path, Path(__file__).parent)] == [{}, {}]
     (tmp_path / "file").write_text("first")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    for words in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
+    for words in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"], ["tag", "-am", "a version", "v1"]):
         subprocess.run([*git, *words], check=True)
     (tmp_path / "untracked").touch()
     found = run_folder.git_state(tmp_path)

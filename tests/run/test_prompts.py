@@ -24,8 +24,8 @@ def test_without_prompts_other_text_is_sampled_from_the_start_of_a_document(tmp_
         return list(zip(found.texts, found.ids, strict=True))
 
     assert prompts(Config()) == [(text, tokenizer.encode(text).ids) for text in ("def ", "The ")]
-    own = Config(data=DataConfig(path=str(out)))
-    assert prompts(own) == [("", [data.end_token])]
+    own, mixed = Config(data=DataConfig(path=str(out))), Config(data=DataConfig(sources={str(out): 1.0}))
+    assert prompts(own) == prompts(mixed) == [("", [data.end_token])]
     named = own.model_copy(update={"sample": SampleConfig(prompts=["mine", ""])})
     assert prompts(named) == [("mine", tokenizer.encode("mine").ids), ("", [data.end_token])]
     answered = {"model": {"family": "t5", "max_seq_len": 6}, "data": {"objective": "span_corruption", "path": str(out)}}

@@ -507,8 +507,8 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         lambda saved, fresh: asdict(saved.continued_by(fresh)),
         [
             (
-                replace(SAVED, step=7, tokens=5, samples_consumed=3, skipped=[2], end_token=1),
-                replace(CHANGED, end_token=4),
+                replace(SAVED, step=7, tokens=5, samples_consumed=3, skipped=[2], end_token=1, begin_tokens=[5]),
+                replace(CHANGED, end_token=4, begin_tokens=[6, 7]),
             )
         ],
     ),

@@ -46,14 +46,14 @@ def test_tensorboard_has_each_step_once_also_after_a_resume(text: Path, tmp_path
     assert (table.name, trace.name) == ("operators-rank-1.txt", "rank-1.json.gz")
     names = [str(event.get("name")) for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
     assert names.count("Optimizer.step#AdamW.step") == 2
-    assert "aten::" in table.read_text()
+    assert table.read_text().count("\n") > 25 * ("aten::" in table.read_text()) > 0
     ours: dict[str, dict[int, float]] = {}
     for record in records(run):
         for key, value in trackers.scalars(record).items():
             ours.setdefault(key, {})[record["step"]] = value
     theirs = {key: scalars_of(run / "tensorboard", key) for key in ours.keys() - {"attempt"}}
-    first, _ = sorted((run / "tensorboard").iterdir())  # of rank 0, in two attempts
-    assert b"optim.lr = 0.004" in first.read_bytes()
+    files_of = sorted((run / "tensorboard").iterdir())  # of rank 0, in two attempts; the config is there once
+    assert [b"optim.lr = 0.004" in file.read_bytes() for file in files_of] == [True, False]
     assert [step for step, _ in theirs["loss"]] == list(range(1, 9))
     assert {key: dict(values) for key, values in theirs.items()} == {key: pytest.approx(ours[key]) for key in theirs}
 
