@@ -79,8 +79,9 @@ def test_a_run_is_exported_and_trained_on(text: Path, tmp_path: Path) -> None:
     exported = tmp_path / "new/exported"
     succeeded(python("export", str(tmp_path / "first"), str(exported), script="checkpoint.py"))
     (tmp_path / "link").symlink_to("nowhere")
-    with pytest.raises(NotADirectoryError):
-        hf.export(tmp_path / "first", tmp_path / "link")
+    for there, error in ("link", NotADirectoryError), ("first/config.toml", CheckpointError):
+        with pytest.raises(error):
+            hf.export(tmp_path / "first", tmp_path / there)
     assert not [*tmp_path.glob(".*"), *tmp_path.glob("new/.*")], "nothing is left beside"
     assert json.loads((exported / "config.json").read_text())["eos_token_id"] == 0, "our end mark"
 
