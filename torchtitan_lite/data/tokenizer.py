@@ -60,7 +60,10 @@ def other_format(file: Path, otherwise: str) -> str:
         [file]
         if file.is_file()
         else [
-            path for name in ("*.model", "*.tiktoken", "tekken*.json", "vocab.json") for path in file.parent.glob(name)
+            path
+            for name in ("*.model", "*.tiktoken", "tekken*.json", "vocab.json")
+            for path in file.parent.glob(name)
+            if path.is_file()
         ]
     ):
         with path.open("rb") as stream:

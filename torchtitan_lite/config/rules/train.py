@@ -12,7 +12,7 @@ def rules(config: Config, machine: Machine) -> Rules:
         yield (
             "train.seq_len model.max_seq_len",
             f"train.seq_len = {train.seq_len} is longer than model.max_seq_len = {model.max_seq_len}; "
-            f"model.max_seq_len = {train.seq_len} works",
+            f"model.max_seq_len = {config.input_len} works",
         )
     if train.phases or any(size != train.batch_size(1) for _, size in train.batch_schedule):
         changes = "train.phases" if train.phases else "train.batch_schedule"
