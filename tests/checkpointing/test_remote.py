@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -281,7 +282,8 @@ def case_claims(process: Process, tmp_path: Path) -> None:
     ):
         second.bucket.now()
     with (
-        mock.patch.multiple(remote, STALE_S=-1, RENEW_S=0.01),
+        mock.patch.object(Bucket, "now", return_value=datetime.now(UTC) + timedelta(days=1)),  # by no machine's clock
+        mock.patch.object(remote, "RENEW_S", 0.01),
         mock.patch.object(Remote, "_write_claim") as renewed,
     ):
         third = start("y", "d")
