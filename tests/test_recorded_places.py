@@ -742,7 +742,11 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
                 "tools__replay__first_not_finite": lambda _s, _step, number, before: f"{number} after {before}",
             },
         ),
-        [(None, None), (None, errors.SpikeError("a spike")), (None, errors.NonFiniteError("not finite. More"))],
+        [
+            (None, None),
+            (None, errors.SpikeError("a spike")),
+            *((None, errors.NonFiniteError("not finite. More"))[::order] for order in (1, -1)),
+        ],
     ),
     "evaluate on a rank": (
         lambda: told(

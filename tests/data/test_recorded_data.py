@@ -307,7 +307,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "an own reader": {"data.path": "@/own", "data.text_suffixes": ["tests.data.test_recorded_data:LIST"], **BYTES},
     "several keys, with errors": {
         **{"data.path": "@/mixed", "data.text_key": ["body", "text", "meta.text"], "data.text_suffixes": [""], **BYTES},
-        **{"data.on_error": "skip", "data.cache_dir": "~/cache"},
+        **{"data.on_error": "skip", "data.cache_dir": "~/new/cache"},
     },
     "a tokenizer": {"data.path": "@/rows.parquet", "tokenizer.path": "@/ends.json"},
     "an end token": {"data.path": "@/rows.parquet", "tokenizer.path": "@/padded.json", "tokenizer.end_token": "<eos>"},
