@@ -344,6 +344,7 @@ OTHER_FORMATS = {  # the beginnings of the files
     "tokenizer_config.json": b'{"model_max_length": 512, "tokenizer_class": "LlamaTokenizer"}',
     "pointer.json": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
     "page.json": b"<!doctype html><html>",
+    "folder.model/x": b"",
 }
 
 

@@ -154,7 +154,7 @@ def test_an_encoder_decoder_scores_as_in_its_validation(pairs: Path, tmp_path: P
     (again,) = scored(1, pairs / "run", f"--data={pairs / 'prepared'}", out=tmp_path / "again.json")
     assert list(again["texts"].values()) == [row]
     weights.export(pairs / "run", tmp_path / "export")  # whose config says nothing about pairs
-    (theirs,) = scored(1, tmp_path / "export", f"--data={pairs / 'prepared'}", out=tmp_path / "theirs.json")
+    theirs, _ = scored(1, *[tmp_path / "export"] * 2, f"--data={pairs / 'prepared'}", out=tmp_path / "theirs.json")
     assert theirs["texts"] == {str(pairs / "prepared"): pytest.approx(row | {"seq_len": 37}, rel=1e-5)}
 
 
