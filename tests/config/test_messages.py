@@ -117,6 +117,7 @@ INVALID: list[list[str]] = [
     ["--data.objective=pairs", "--data.target_len=8", "--data.source_key=a"],
     ["--data.objective=pairs", "--data.target_len=8", "--data.source_prefix=a"],
     [*PAIRS, "--train.seq_len=1000", "--data.target_len=100"],
+    ["--data.objective=pairs", "--data.target_len=many"],
     [*PAIRS, "--train.seq_len=2000"],
     ["--profile.steps=[12, 10]"],
     ["--profile.steps=[1, 2, 3]"],

@@ -73,16 +73,14 @@ def leave_early(watching: Watchdog, rank: int) -> None:
     os._exit(0)
 
 
-def receive_nothing() -> None:
+def receive_nothing(_: object = None) -> None:
     dist.recv(torch.zeros(1), src=1 - dist.get_rank())
 
 
-LATE: dict[str, Callable[[], object]] = {
-    "compiles": lambda: compile_by(lambda: exec(SPIN)),
-    "compiler hangs": lambda: compile_by(receive_nothing),
-    "was locked": lambda: time.sleep(LIMIT_S),
-}
-STOPS: dict[str, Callable[[_distributed_c10d.Store], object]] = {
+LATE: dict[str, Callable[[_distributed_c10d.Store], object]] = {
+    "compiles": lambda _: compile_by(lambda: exec(SPIN)),
+    "compiler hangs": lambda _: compile_by(receive_nothing),
+    "was locked": lambda _: time.sleep(LIMIT_S),
     "stops": stop,
     "pauses": lambda store: stop(store, f"sleep {LIMIT_S}"),
     "all pause": stop_all,
@@ -109,6 +107,8 @@ def main(argv: Sequence[str]) -> int:
         watching.on_abort = lambda why: run_folder.record_end(folder, process, 1, "failed", 3, why)
         set_group_timeouts()
         if case != "stops":
+            watching.step(3)
+            watching.computing()
             watching.step(4)
             if case in ("leaves", "pauses", "was locked"):
                 watchdog._STILL_S = watchdog._LOOK_S = LIMIT_S / 20
@@ -117,10 +117,7 @@ def main(argv: Sequence[str]) -> int:
             if case != "fetches" or process.rank == 0:
                 watching.computing()
         if process.rank == 1:
-            if case in STOPS:
-                STOPS[case](store)
-            else:
-                LATE.get(case, receive_nothing)()
+            LATE.get(case, receive_nothing)(store)
         with watching.training():  # so each leaves with the word that it is no victim, whoever is first
             dist.all_reduce(torch.zeros(1))
         watching.close()
