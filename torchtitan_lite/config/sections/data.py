@@ -105,7 +105,7 @@ them (T5); pairs: a source and its target"""
     """span_corruption: fraction of the tokens to replace"""
     mean_span_length: Annotated[float, FORK, _SPANS] = Field(default=3.0, ge=1)
     """span_corruption: mean tokens of a replaced span"""
-    target_len: Annotated[SizeOrZero, FORK, _PAIRS] = 0
+    target_len: Annotated[SizeOrZero, FORK, _PAIRS] = Field(default=0, examples=[32])
     """pairs: maximum tokens of a target (train.seq_len: of a source)"""
     blind_source: Annotated[bool, FORK, _PAIRS] = False
     """pairs: leave every source empty, as a baseline"""
