@@ -1586,6 +1586,37 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             *((rank, "sharded", "no route") for rank in (0, 2)),
         ],
     ),
+    "retention in a bucket": (
+        lambda *kept: told(
+            lambda stand_in: Remote._delete_old(
+                Stub(
+                    claim="00000007-cccccccc",
+                    _probes={"probes/b"},
+                    bucket=Stub(
+                        fs=Stub(
+                            rm_file=stand_in("deleted"),
+                            cat_file=lambda key: json.dumps({"claim": f"0000000{key[-15]}-bbbbbbbb"}).encode(),
+                            find=lambda _: [
+                                *(f"0000000{n}-{c}/log" for n, c in enumerate(("a" * 8, "b" * 8, "c" * 8, "d" * 8), 5)),
+                                "00000006-aaaaaaaa/log",
+                                *(
+                                    f"checkpoints/step-0000000{n}/{name}"
+                                    for n in (2, 4, 6, 8)  # the first is not named by its manifest, the third too new
+                                    for name in (
+                                        *("00000001-aaaaaaaa/x", f"0000000{n}-bbbbbbbb/x", "00000009-eeeeeeee/x"),
+                                        "manifest.json",
+                                    )
+                                ),
+                                *("claims/00000005", "probes/a", "probes/b"),
+                            ],
+                        )
+                    ),
+                ),
+                lambda steps: {*kept, max(steps), 1},
+            )
+        ),
+        [(), (6,), (2, 4, 6)],
+    ),
     "small files": (
         lambda *names: told(
             lambda _: Remote.upload_small_files(

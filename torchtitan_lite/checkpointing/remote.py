@@ -220,7 +220,7 @@ class Remote:
         self._probes = {key for key in found if key.startswith("probes/")}  # if still there next time: of a kill
         for key, claimed in zip(found, map(CLAIM.match, found), strict=True):
             unnamed = claimed and claimed[0] not in named and claimed[1] <= self.claim[:8]
-            if unnamed or key.startswith(gone):
+            if (unnamed or key.startswith(gone)) and key not in steps.values():  # those are gone
                 fs.rm_file(key)
 
     def report(self, log: Any, *, wait: bool = False) -> str:
