@@ -57,7 +57,7 @@ RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "saved in the background": ("slow", 2, SHARDED | DCP | {"checkpoint__async_save": True, "model__dropout": 0.1}),
     "compiled": ("slow", 2, LLAMA | SHARDED | {"compile__enabled": True}),
     "compiled, recomputed": ("slow", 2, {"compile__enabled": True, "activation_checkpointing__mode": "full"}),
-    "sgd": ("slow", 3, LLAMA | {"optim__name": "sgd", "optim__lr": 0.1, "fsdp__reshard_after_forward": False}),
+    "sgd": ("slow", 3, LLAMA | {"optim__name": "sgd", "optim__lr": 0.6, "fsdp__reshard_after_forward": False}),
 }  # fmt: skip
 SAMPLES = ["--sample.every=2", '--sample.prompts=["def ", "The"]', "--sample.max_tokens=8"]
 
