@@ -165,7 +165,7 @@ def variants(usual: Plan) -> Iterator[tuple[str, Any]]:
     small, large = (replace(usual, device=replace(usual.device, memory_gib=room * k)) for k in (0.9999, 1.0001))
     plans = {
         "usual": usual,
-        "offloaded": changed(usual, "fsdp", cpu_offload=True),
+        "offloaded": changed(small, "fsdp", cpu_offload=True),
         "float8": changed(usual, "speed", float8=True),
         "compiled": changed(usual, "compile", enabled=True),
         "epochs": changed(usual, "train", steps=0, epochs=1.5),
