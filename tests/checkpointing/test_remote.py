@@ -192,7 +192,7 @@ def test_a_damaged_object_is_found_before_loading_and_the_step_before_is_used(te
     )
     for script, *words in (
         ("checkpoint.py", "inspect", url),
-        ("checkpoint.py", "export", url, str(tmp_path / "exported")),
+        ("checkpoint.py", "export", url, str(tmp_path / "exported"), "--best"),
         ("-m torchtitan_lite.report", "--table", url),
         ("-m torchtitan_lite.which", url, "--step=2"),
     ):

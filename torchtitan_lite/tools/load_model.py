@@ -165,11 +165,10 @@ def best_checkpoint(run: Path) -> Path:
     Raises:
         CheckpointError: no step of its checkpoints was validated.
     """
-    folder = paths.expand(run)
-    step = best_step(folder, storage.find_steps(folder / "checkpoints"))
+    step = best_step(run, storage.find_steps(run / "checkpoints"))
     if step is None:
         raise CheckpointError(f"--best: {run} is not a run with a checkpoint of a validated step")
-    return storage.step_folder(folder / "checkpoints", step)
+    return storage.step_folder(run / "checkpoints", step)
 
 
 def _tokenizer(where: Path) -> Tokenizer:
