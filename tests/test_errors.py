@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -58,14 +59,23 @@ def test_an_input_error_is_a_message_without_a_traceback(
     assert (run_cli("x", _raise(error)), capsys.readouterr().err) == (code, f"{expected}\n")
 
 
-def test_an_error_of_a_closed_pipe_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [
-        run_cli("x", main, local_rank=1)
-        for main in (_raise(KeyboardInterrupt()), lambda: 5, _raise(BrokenPipeError(32, "Broken pipe")))
-    ] == [130, 5, 1]
-    assert (capsys.readouterr().err, sys.stdout) == ("", None), (
-        "else Python flushes it at its end, and says that it can't"
-    )
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (BrokenPipeError(32, "Broken pipe"), ""),
+        (OSError(28, "No space"), "x: No space: free some space, or choose another disk\n"),
+    ],
+)
+def test_an_error_of_stdout_itself_is_told_once(
+    error: OSError, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of a closed pipe never."""
+    monkeypatch.setattr(sys, "stdout", Mock(flush=Mock(side_effect=[None, error, error])))
+    assert (
+        [run_cli("x", *end) for end in ((_raise(KeyboardInterrupt()), 1), (lambda: 5, 1), (lambda: 5, 0))],
+        capsys.readouterr().err,
+        sys.stdout,
+    ) == ([130, 5, 1], said, None), "else Python flushes it at its end, and says that it can't"
 
 
 def test_torchrun_learns_which_error_came_first_and_ends_if_a_restart_would_fail(
@@ -77,8 +87,7 @@ def test_torchrun_learns_which_error_came_first_and_ends_if_a_restart_would_fail
     monkeypatch.setattr("os.kill", lambda *args: happened.append(args))
     ending = "ending torchrun, because a restart would fail in the same way; torchrun's traceback follows\n"
     launcher = (os.getppid(), signal.SIGTERM)
-    late = errors.StuckError("a")
-    late.secondary = True
+    late = type("Late", (errors.StuckError,), {"secondary": True})("a")
     for rank, error, restarts, said, when, done in (
         (0, UserError("a"), "0", f"x: a\n{ending}", "1000", [launcher]),
         (0, UserError("a"), "3", "x: a\n", "1000", []),

@@ -593,6 +593,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             ({},),
             *(({name: "4"},) for name in environment._ALONE),
             *(({"PET_NNODES": "1:4"}, flag) for flag in ("--dry-run", "--check-config", "--print-config", "--help")),
+            *(({"PET_NNODES": "1:4"}, flag) for flag in ("-h", "--help-all")),
             *((LAUNCHED | {"GPUS": n},) for n in ("1", "2")),
             ({**LAUNCHED, "GPUS": "2", "SLURM_STEP_NUM_TASKS": "2", "LOCAL_RANK": "1"},),
             ({**LAUNCHED, "GPUS": "2", "WORLD_SIZE": "1"},),

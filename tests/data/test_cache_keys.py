@@ -163,8 +163,11 @@ def test_a_run_of_1_0_resumes_with_its_data(text: Path, tmp_path: Path) -> None:
     assert "resumed after step 2" in succeeded(ranks(2, *tiny(text, tmp_path, train__steps=4, **more)))
     assert str(text / ".c.csv") in succeeded(python(str(tmp_path / "a"), "--step=3", script="-m torchtitan_lite.which"))
     succeeded(python(str(tmp_path / "a"), script="-m torchtitan_lite.evaluate"))
-    only_new = data.model_copy(update={"path": str(text / "d.json")})
-    assert prepare_all(only_new, tokenizer, print, {"data": "another"}).tokens("train"), "1.0 could read nothing of it"
+    others = [
+        prepare_all(each, tokenizer, print, {"data": "another"}).folder
+        for each in (data, data.model_copy(update={"path": str(text / "d.json")}))
+    ]
+    assert old not in others, "another text; and one of which 1.0 could read nothing"
     touch(text)
     refused = ranks(1, *tiny(text, tmp_path, train__steps=6, **more))
     assert "its values differ from this command's" in refused.stderr

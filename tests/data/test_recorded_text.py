@@ -142,6 +142,7 @@ READ: list[tuple[str, Any, tuple[str | list[str], ...]]] = [
     ("a.parquet", {"body": ["a"], "id": ["1"]}, (["text", "abstract"],)),
     ("a.tsv", b'id\ttext\n1\ta\n2\t"s ""hi"""\n3\t"a" or "b"\n4\t""hi""\n5\t"""hi"" b"\n"6""x"\tc\n7\t"\n', ("text",)),
     ("a.txt", "\ufeffa\nb".encode("utf-16-le"), ()),
+    ("a.txt", "\ufeffa\nb".encode("utf-16-be"), ()),
     *(("a.jsonl", b'{"text": "' + b"z" * n + b'"}', ("text",)) for n in (1988, 1989)),  # no line end
     ("a.parquet", {"text": ["\u00e9" * 1000, "\u00e9" * 1001]}, ("text",)),
 ]  # fmt: skip
