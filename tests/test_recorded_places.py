@@ -1673,6 +1673,30 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [()],
     ),
+    "the newest claim": (
+        lambda found: told(
+            lambda stand_in: Remote.require_newest(
+                Stub(
+                    _newest_claim=Mock(side_effect=[found]),
+                    _about={"id": "a"},
+                    _ended=Stub(set=stand_in("ended")),
+                    bucket=Stub(url="s3://x"),
+                )
+            )
+        ),
+        [(OSError("no route"),), (("7", {"id": "a", "by": "this one"}),), (("8", {"id": "b", "by": "job y"}),)],
+    ),
+    "a renewed claim": (
+        lambda error: told(
+            lambda stand_in: Remote._write_claim(
+                Stub(
+                    **{"_writing": contextlib.nullcontext(), "claim": "00000007-a", "_content": lambda: "about"},
+                    bucket=Stub(fs=Stub(pipe_file=stand_in("put", Mock(side_effect=error)))),
+                )
+            )
+        ),
+        [(None,), (OSError("no route"),)],
+    ),
     "retention in a bucket": (
         lambda *kept: told(
             lambda stand_in: Remote._delete_old(
