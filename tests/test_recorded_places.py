@@ -1697,6 +1697,23 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ),
         [(None,), (OSError("no route"),)],
     ),
+    "a step that only the disks have": (
+        lambda leads, pending: told(
+            lambda stand_in: Remote.refresh(
+                Stub(
+                    **{"folder": Path("/no/such"), "leads": leads, "_leaders": [0], "_pending": lambda: pending},
+                    **{"_process": Stub(untimed=None), "_wait": stand_in("wait"), "upload": stand_in("upload")},
+                    bucket=Stub(fetch_run=lambda _: ({"step-7": b"{}"}, ["a problem"])),
+                )
+            ),
+            answers={
+                "checkpointing__remote__on_all": lambda action, _: [action()],
+                "checkpointing__remote__on_rank0": lambda action, _: action(),
+                "checkpointing__remote__storage__read_manifest": lambda _: Stub(bytes=9),
+            },
+        ),
+        [(leads, pending) for leads in (True, False) for pending in ("", "/proc/self")],
+    ),
     "retention in a bucket": (
         lambda *kept: told(
             lambda stand_in: Remote._delete_old(
