@@ -47,6 +47,7 @@ from torchtitan_lite.run import (
     out_of_memory,
     phases,
     preemption,
+    profiler,
     rank_seconds,
     resumed,
     run_folder,
@@ -1559,22 +1560,26 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "an upload of a step": (
         lambda rank, kind, error: told(
-            lambda stand_in: Remote._upload_and_commit(
-                s := Stub(
-                    **{"claim": "00000007-a", "_process": Stub(rank=rank), "_leaders": [0, 2], "_n_bytes": 9},
-                    **{"_steps": {}, "require_newest": stand_in("newest"), "_delete_old": stand_in("delete")},
-                    _store=Stub(
-                        set=lambda key, text: stand_in("said")(key, text, s._putting),  # type: ignore[has-type]
-                        get=lambda key: stand_in("asked", (error * key.endswith("2")).encode())(key),
+            lambda stand_in: [
+                Remote._upload_and_commit(
+                    s := Stub(
+                        **{"claim": "00000007-a", "_process": Stub(rank=rank), "_leaders": [0, 2], "_n_bytes": 9},
+                        _rate=0.0,
+                        **{"_steps": {}, "require_newest": stand_in("newest"), "_delete_old": stand_in("delete")},
+                        _store=Stub(
+                            set=lambda key, text: stand_in("said")(key, text, s._putting),  # type: ignore[has-type]
+                            get=lambda key: stand_in("asked", (error * key.endswith("2")).encode())(key),
+                        ),
+                        _retried=lambda action, *given: stand_in("tried")(action, *given[1:], s._putting) or not error,  # type: ignore[has-type]
+                        _commit="commit",
+                        upload_small_files=stand_in("small files"),
+                        bucket=Stub(url="s3://x", fs=Stub(put_file="put")),
                     ),
-                    _retried=lambda action, *given: stand_in("tried")(action, *given[1:], s._putting) or not error,  # type: ignore[has-type]
-                    _commit="commit",
-                    upload_small_files=stand_in("small files"),
-                    bucket=Stub(url="s3://x", fs=Stub(put_file="put")),
+                    Path("/proc/self"),
+                    "keep",  # type: ignore[arg-type]
                 ),
-                Path("/proc/self"),
-                "keep",  # type: ignore[arg-type]
-            ),
+                s._rate,
+            ],
             answers={
                 "checkpointing__remote__time": Stub(perf_counter=iter([5.0, 7.0, 9.0]).__next__),
                 "checkpointing__remote__storage__read_manifest": lambda _: Stub(
@@ -1586,6 +1591,129 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             *((0, kind, "") for kind in ("full", "sharded")),
             *((rank, "sharded", "no route") for rank in (0, 2)),
         ],
+    ),
+    "tries of an upload": (
+        lambda n: told(
+            lambda stand_in: Remote._retried(
+                Stub(bucket=Stub(url="s3://x")),
+                stand_in("put", Mock(side_effect=[OSError("no route")] * n + ["uploaded"])),
+                "a file",
+            ),
+            answers={"checkpointing__remote__time": Stub(sleep=lambda seconds: print("waits", seconds))},
+        ),
+        [(n,) for n in (0, 2, 7, 8)],
+    ),
+    "the end of a claim": (
+        lambda rank, displaced, error: told(
+            lambda stand_in: Remote.close(
+                Stub(
+                    _process=Stub(rank=rank),
+                    _ended=Stub(is_set=lambda: displaced, set=stand_in("ended")),
+                    upload_small_files=stand_in("small files", Mock(side_effect=error)),
+                    _write_claim=stand_in("claim"),
+                )
+            )
+        ),
+        [(0, False, None), (0, False, OSError("no route")), (0, True, None), (1, False, None)],
+    ),
+    "a checkpointer": (
+        lambda kind, background, remote, *ranks: told(
+            lambda _: [
+                saver := save.Checkpointer(
+                    *(Path("c"), Stub(parameters=lambda: [0, Stub(device_mesh="mesh")]), "optimizer"),  # type: ignore[arg-type]
+                    Stub(state_dict=kind, async_save=background),
+                    Process(ranks[0], 8, CPU, 1, ranks[1], "own" if len(ranks) > 2 else None),  # type: ignore[arg-type]
+                    {},
+                    remote=remote,
+                ),
+                *(str(each) for each in (saver.mesh, saver._share, saver._leads, saver.group)),
+            ][1:],
+            "checkpointing__save__untimed_group",
+            answers={"checkpointing__save__DTensor": Stub, "checkpointing__save__untimed_group": "another group"},
+        ),
+        [
+            *(("full", background, None, 0, 2, *given) for background in (False, True) for given in ((), ("",))),
+            *((kind, False, Stub(leads=rank != 3), rank, 2) for kind in ("full", "sharded") for rank in (0, 2, 3)),
+            ("sharded", False, None, 2, 2),
+        ],
+    ),
+    "a profile": (
+        lambda step, last, rank, error: told(
+            lambda stand_in: profiler.Profile.stop(
+                Stub(
+                    **{"_active": True, "_first": 2, "_last": 4, "_folder": "x", "_rank": rank, "_ranks": [0, 8]},
+                    **{"_write": stand_in("written", Mock(side_effect=error)), "_end_history": stand_in("no stacks")},
+                ),
+                step,
+                last=last,
+            )
+        ),
+        [(3, False, 0, None), (3, True, 0, None), (4, False, 8, None), (4, True, 4, None), (4, False, 0, OSError(5))],
+    ),
+    "files of a profile": (
+        lambda on_gpu: told(
+            lambda stand_in: profiler.Profile._write(
+                Stub(
+                    **{"_on_gpu": on_gpu, "_rank": 8, "_snapshot": on_gpu, "_folder": Path("/no/such")},
+                    _trace=Stub(
+                        stop=stand_in("stop"),
+                        export_chrome_trace=stand_in("trace"),
+                        key_averages=lambda: Stub(table=stand_in("table", "a table")),
+                    ),
+                )
+            ),
+            *(f"run__profiler__{name}" for name in ("Path__mkdir", "Path__write_text")),
+            "run__profiler__torch__cuda__memory___dump_snapshot",
+        ),
+        [(False,), (True,)],
+    ),
+    "an attempt's line": (
+        lambda: told(
+            lambda _: attempts.add(Path("runs/x"), {"attempt": 3}),
+            *(f"run__attempts__{name}" for name in ("append_line", "sync_folder")),
+        ),
+        [()],
+    ),
+    "the newest claim": (
+        lambda found: told(
+            lambda stand_in: Remote.require_newest(
+                Stub(
+                    _newest_claim=Mock(side_effect=[found]),
+                    _about={"id": "a"},
+                    _ended=Stub(set=stand_in("ended")),
+                    bucket=Stub(url="s3://x"),
+                )
+            )
+        ),
+        [(OSError("no route"),), (("7", {"id": "a", "by": "this one"}),), (("8", {"id": "b", "by": "job y"}),)],
+    ),
+    "a renewed claim": (
+        lambda error: told(
+            lambda stand_in: Remote._write_claim(
+                Stub(
+                    **{"_writing": contextlib.nullcontext(), "claim": "00000007-a", "_content": lambda: "about"},
+                    bucket=Stub(fs=Stub(pipe_file=stand_in("put", Mock(side_effect=error)))),
+                )
+            )
+        ),
+        [(None,), (OSError("no route"),)],
+    ),
+    "a step that only the disks have": (
+        lambda leads, pending: told(
+            lambda stand_in: Remote.refresh(
+                Stub(
+                    **{"folder": Path("/no/such"), "leads": leads, "_leaders": [0], "_pending": lambda: pending},
+                    **{"_process": Stub(untimed=None), "_wait": stand_in("wait"), "upload": stand_in("upload")},
+                    bucket=Stub(fetch_run=lambda _: ({"step-7": b"{}"}, ["a problem"])),
+                )
+            ),
+            answers={
+                "checkpointing__remote__on_all": lambda action, _: [action()],
+                "checkpointing__remote__on_rank0": lambda action, _: action(),
+                "checkpointing__remote__storage__read_manifest": lambda _: Stub(bytes=9),
+            },
+        ),
+        [(leads, pending) for leads in (True, False) for pending in ("", "/proc/self")],
     ),
     "retention in a bucket": (
         lambda *kept: told(
@@ -1914,7 +2042,11 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
             env={"COPIES": f"{os.environ['XDG_CACHE_HOME']}/{problem}"},
             answers={
                 "bucket__Bucket": lambda url: Stub(
-                    fetch=lambda name, folder, *given: print(url, name, folder.name, *given) or problem * (name == "c")
+                    fetch=lambda name, folder, *given: (
+                        print(url, name, folder.name, *given, sorted(left.name for left in folder.glob(".*.part")))
+                        or (folder / f".{name}.part").touch()
+                        or problem * (name == "c")
+                    )
                 ),
                 "bucket__tqdm": lambda **how: print(how) or contextlib.nullcontext(Stub(update="update")),
             },

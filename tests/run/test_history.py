@@ -121,7 +121,7 @@ def test_rates_leave_out_what_is_no_training_and_waiting_for_data_is_shown(text:
     said = succeeded(ranks(1, *command, fault=fault, env={"FAULT_SECONDS": "1.5"}))
     assert re.search(r"\nstep +3/4 .* eta [234]s .*\n(.*\n)*step +4/4 .* eta 0s ", said), "six seconds in three steps"
     logged = {record["step"]: record for record in records(tmp_path / "run") if "loss" in record}
-    assert logged[3]["data_s"] >= 1.5 > logged[2]["data_s"]
+    assert logged[3]["data_s"] >= 1.5 > max(logged[2]["data_s"], logged[4]["data_s"])
     for record in logged.values():
         assert record["seconds"] - record["data_s"] < 1.5
         assert record["tokens_per_second"] == pytest.approx(6 * 32 / record["seconds"], rel=0.01)
