@@ -30,6 +30,7 @@ def test_which_values_a_resume_keeps() -> None:
     for more, dropped in (
         ({}, "none"),
         ({"model.family": "LLaMA"}, "none"),
+        ({"model.size": "1M"}, "none"),
         ({"model.size": "3M"}, "model."),
         ({"model.family": "gpt"}, ""),
     ):
@@ -80,7 +81,7 @@ def test_paths_are_found_and_their_problems_named(tmp_path: Path, monkeypatch: p
         "problems": [
             paths.problem(name) for name in ("closed", "none", "~/x2.txt", "~nobody-of-this-name", "closed/x")
         ],
-        "unfound": [paths.unfound(name) for name in ("x*", "y*", "~nobody-of-this-name", "a" * 300)],
+        "unfound": [paths.unfound(name) for name in ("x*", "y*", "closed/x/y", "~nobody-of-this-name", "a" * 300)],
         "elsewhere": [name for name in NAMES if "; nothing is downloaded here" in paths.unfound(name)],
     }
     assert found == {
@@ -94,7 +95,9 @@ def test_paths_are_found_and_their_problems_named(tmp_path: Path, monkeypatch: p
             "[Errno 20] Not a directory: 'closed/x'",
         ],
         "unfound": [
-            *("", f"nothing found at y* (looked in {tmp_path})", f"nothing found {unknown}"),
+            "",
+            *(f"nothing found at {name} (looked in {tmp_path})" for name in ("y*", "closed/x/y")),
+            f"nothing found {unknown}",
             f"{'a' * 300} can't be read: File name too long",
         ],
         "elsewhere": NAMES[:6],

@@ -166,7 +166,8 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_own_family_is_scaled_by_mup_if_it_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     scaled = f"--model.family={FAMILY}", "--model.mup_base_dim=32", "--model.dim=64", "--optim.name=adamw"
     assert [note for note in parse(*scaled).notes if "model.mup_base_dim" in note and "without effect" in note]
-    monkeypatch.setitem(FAMILIES, FAMILY, replace(PARALLEL, keys=("mup_base_dim",)))
+    # a key of a size is read, too; and no size need be 1M
+    monkeypatch.setitem(FAMILIES, FAMILY, replace(PARALLEL, sizes={"9M": {"mup_base_dim": 8}}))
     config = parse(*scaled).config
     model = make(config.model, vocab_size=300)
     assert {group["lr_factor"] for group in parameter_groups(model, config.optim)} == {0.5, 1.0}

@@ -66,7 +66,7 @@ def test_no_gradient_flows_between_documents(family: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "window"), [*((n, 0) for n in (16, 128, 300, 1024)), *((1000, n) for n in (1, 128, 129, 255, 2000))]
+    ("length", "window"), [*((n, 0) for n in (16, 128, 300, 1024)), *((1000, n) for n in (1, 128, 129, 255, 256, 2000))]
 )
 def test_the_mask_for_gpus_is_what_create_block_mask_makes(length: int, window: int) -> None:
     from torch.nn.attention.flex_attention import create_block_mask

@@ -78,11 +78,14 @@ def test_the_sampler_obeys_temperature_top_k_top_p_and_seed() -> None:
     everything = drawn(Sampler(1.0), logits, 3000)
     assert (torch.tensor(everything).bincount(minlength=4) / 3000 - logits.exp()).abs().max() < 0.04
     assert torch.random.get_rng_state().equal(before)
-    assert everything[:300] == drawn(Sampler(1.0), logits)
+    assert [everything[:300], drawn(Sampler(1.0), logits.bfloat16(), 2000)] == [
+        *(drawn(Sampler(1.0), logits), drawn(Sampler(1.0), logits.bfloat16().float(), 2000))
+    ], "in float32"
     assert everything[:300] != drawn(Sampler(1.0, seed=1), logits)
     for sampler, possible in (
         (Sampler(0), {0}),
         (Sampler(1.0, top_k=2), {0, 2}),
+        (Sampler(1.0, top_k=5), {0, 1, 2, 3}),
         (Sampler(1.0, top_p=0.7), {0, 2}),
         (Sampler(1.0, top_p=0.8), {0, 2, 3}),
         (Sampler(1.0, top_p=1e-6), {0}),
