@@ -54,8 +54,19 @@ def two_runs(folder: Path) -> list[Path]:
     """Runs of two hours with another learning rate; one was killed, changed and failed, and has no validation."""
     runs = []
     for name, rate in (("<first>", 0.001), ("second", 0.002)):
-        records = [step(5 * n, loss=loss, seconds=2400.1) for n, loss in ((1, 8.0 + rate), (2, 7.0), (3, 6.0))]
-        config = {"optim.lr": rate, "run.name": name, "log.every": 1, f"<key> {rate}": True}
+        records = [
+            step(5 * n, loss=loss, seconds=2399.9 + 0.2 * (rate < 0.002))
+            for n, loss in ((1, 8.0 + rate), (2, 7.0), (3, 6.0))
+        ]
+        config = {
+            "optim.lr": rate,
+            "run.name": name,
+            "log.every": 1,
+            "data.cache_dir": "a",
+            "model.size": "9M",
+            f"<key> {rate}": True,
+            "run.out_dir": name,
+        }
         history = attempt(0, 0, config)
         more = {}
         if name == "<first>":
@@ -64,7 +75,14 @@ def two_runs(folder: Path) -> list[Path]:
             )
             history += json.dumps({"attempt": 0, "ended": "complete", "last_step": 15, "end_time": 1.8e9}) + "\n"
         else:
-            second = json.loads(attempt(1, 10, config | {"optim.lr": 0.004, "log.every": 2, "optim.new": 3}))
+            second = json.loads(
+                attempt(
+                    1,
+                    10,
+                    config
+                    | {"optim.lr": 0.004, "log.every": 2, "optim.new": 3, "data.cache_dir": "b", "model.size": "8M"},
+                )
+            )
             history = history.replace('"tasks": {}', f'"tasks": {{"<quiz>": "{"a" * 64}"}}')
             history += json.dumps(second | {"tasks": {"<quiz>": "b" * 64, "new": "c"}}) + "\n"
             more, records[-1]["attempt"] = {"run_json": about("failed", "it broke\nmore")}, 1
