@@ -204,6 +204,8 @@ FOLDERS = {  # of the files below
     "saved/x.toml": 'base = "gone.toml"',
     "saved/config.toml": '[model]\ninit_from = "gone"\n',  # a run that has a checkpoint
     "saved/checkpoints/step-5": "",
+    "begun/config.toml": '[model]\ninit_from = "gone"\n',  # one that was killed in its first save
+    "begun/checkpoints/.tmp-step-5": "",
     "text[1].md": "",
     "sub/good.toml": '\ufeffbase = "~/below.toml"\n[train]\nsteps = 5\n[[phases]]\nfrom_step = 2\noptim.lr = 1e-3\n',
     "below.toml": "[train]\nsteps = 3\n",
@@ -226,6 +228,7 @@ FILES = [
     ["--data.path=['prepared', 'notes.md']", "--fsdp.dp_shard=2"],
     ["--run.out_dir=.", "--run.name=prepared", "--checkpoint.resume=~/prepared"],
     ["--run.out_dir=~", "--run.name=prepared", "--checkpoint.resume=prepared"],
+    ["--run.out_dir=~", "--run.name=begun", "--model.init_from=gone"],
 ]
 CHECKED = [  # by train.py on the first of eight ranks
     *(

@@ -363,7 +363,12 @@ def launched(content: dict[str, Any]) -> str:
     return migrate_accelerate.to_toml(content, "x.yaml").splitlines()[-1]
 
 
-BLOCK_CLASSES = ["BertLayer", "LlamaDecoderLayer", "A, GPT2Block", "T5Block,Other", "Qwen3MoeDecoderLayer"]
+BLOCK_CLASSES = [
+    *("BertLayer", "LlamaDecoderLayer", "A, GPT2Block", "T5Block,Other", "Qwen3MoeDecoderLayer", "Qwen2DecoderLayer"),
+    *("Qwen3DecoderLayer", "MistralDecoderLayer", "SmolLM3DecoderLayer", "Olmo2DecoderLayer", "Olmo3DecoderLayer"),
+    *("OlmoHybridAttentionDecoderLayer", "OlmoHybridLinearAttentionDecoderLayer", "Gemma3DecoderLayer"),
+    "OlmoeDecoderLayer",
+]
 # each value of each key of an Accelerate config
 ACCELERATE = [
     {key: value}
