@@ -187,6 +187,7 @@ ON_RANKS: list[tuple[list[str], int, int]] = [
     (["--fsdp.comm_memory=pool", "--run.device=cpu"], 2, 2),
     (["--fsdp.dp_replicate=2", "--fsdp.dp_shard=3"], 8, 0),
     (["--fsdp.reshard_after_forward=8"], 8, 0),
+    (["--fsdp.dp_replicate=2", "--fsdp.reshard_after_forward=4"], 12, 0),
     (["--fsdp.cpu_offload", "--optim.name=adamw", "--run.device=cpu"], 1, 1),
     (["--fsdp.grad_sync=all_reduce_last", "--fsdp.dp_replicate=8"], 8, 0),
     (["--fsdp.grad_sync=all_reduce_last", "--fsdp.dp_shard=8"], 8, 0),
