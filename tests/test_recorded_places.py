@@ -1330,7 +1330,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     ),
     "runs that are there": (
         lambda n, file: told(
-            lambda _: attempts.of_run(Path("runs")) if "json" in file else find.candidates(Path("runs/x")),
+            lambda _: attempts.of_run(Path("none")) if "json" in file else find.candidates(Path("none/x")),
             answers={"run__attempts__Path__glob": lambda where, _: [where / f"r{i:02}" / file for i in range(n)]},
         ),
         [(n, file) for file, some in (("run.json", (0, 1, 10, 11)), ("checkpoints", (0, 4, 5))) for n in some],
